@@ -1,0 +1,28 @@
+"""KV-cache clustering for language models, as a compiler pass."""
+
+from ckv_compile.cache import ClusteredCache
+from ckv_compile.config import CKVConfig
+from ckv_compile.errors import (
+    CKVError,
+    ConcurrentUseError,
+    ConfigError,
+    InputError,
+    PassError,
+    UnsupportedModelError,
+)
+from ckv_compile.model import CKVForCausalLM, transform
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CKVConfig",
+    "CKVError",
+    "CKVForCausalLM",
+    "ClusteredCache",
+    "ConcurrentUseError",
+    "ConfigError",
+    "InputError",
+    "PassError",
+    "UnsupportedModelError",
+    "transform",
+]

@@ -1,0 +1,103 @@
+"""Model -> graph: torch.export of a Hugging Face causal LM, and of the graphs that the passes made of it.
+
+The only patches of this package live here; each is undone when the capture ends, however it ends.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+from transformers import PreTrainedModel
+
+from ckv_compile.cache import CacheState
+from ckv_compile.errors import UnsupportedModelError
+
+DYNAMIC = Dim.DYNAMIC
+_EXAMPLE_BATCH, _EXAMPLE_STEPS = 2, 16
+
+
+class _Logits(nn.Module):
+    """The part of a causal LM that is traced: token ids and true positions in, logits out, no cache."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        return logits
+
+
+def capture(model: PreTrainedModel) -> GraphModule:
+    """Trace a causal LM into a graph of (input_ids [B, S], position_ids [B, S]) -> (logits [B, S, vocab],).
+
+    B and S are dynamic. The graph holds the model's own parameters, not copies; the model is left as it was.
+
+    Raises:
+        UnsupportedModelError: if torch.export cannot trace the model.
+    """
+    ids = torch.zeros(_EXAMPLE_BATCH, _EXAMPLE_STEPS, dtype=torch.int64, device=model.device)
+    positions = torch.arange(_EXAMPLE_STEPS, device=model.device).repeat(_EXAMPLE_BATCH, 1)
+    both = {0: DYNAMIC, 1: DYNAMIC}
+    wrapper = _Logits(model).train(model.training)
+    try:
+        with _sdpa_attention(model), torch.no_grad():
+            program = torch.export.export(
+                wrapper, (ids, positions), dynamic_shapes={"input_ids": both, "position_ids": both}, strict=False
+            )
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"torch.export could not trace {type(model).__name__} ({type(error).__name__}: {error}); "
+            "ckv_compile takes decoder-only models whose forward is traceable with use_cache=False"
+        ) from error
+    return _to_module(program)
+
+
+def reexport(graph: GraphModule, input_ids: Tensor, state: CacheState, dynamic_steps: bool) -> ExportedProgram:
+    """Trace a rewritten graph again at the shapes of its arguments, so that every node has its final shape.
+
+    Args:
+        graph: takes (input_ids, *state).
+        input_ids: [B, S] example; B becomes static.
+        dynamic_steps: leave S dynamic (prefill) or fix it (decode).
+    """
+    shapes = ({1: DYNAMIC} if dynamic_steps else None, *(None for _ in state))
+    with torch.no_grad():
+        return torch.export.export(graph, (input_ids, *state), dynamic_shapes=shapes, strict=False)
+
+
+def program_module(program: ExportedProgram) -> GraphModule:
+    """Return a program as a callable of (input_ids, *state) that shares its parameters."""
+    return _to_module(program)
+
+
+def _to_module(program: ExportedProgram) -> GraphModule:
+    """Unlift a program into a GraphModule with plain positional arguments and without export's metadata asserts."""
+    module = program.module(check_guards=False)
+    graph = GraphModule(module, module.graph)  # shares the parameters; export's own module refuses train() and eval()
+    graph.graph.set_codegen(torch.fx.graph.CodeGen())
+    for node in list(graph.graph.nodes):
+        # An assert keeps everything it looks at alive, the mask of a rewritten attention among it.
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+@contextlib.contextmanager
+def _sdpa_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model trace through scaled_dot_product_attention, whichever attention it was loaded with."""
+    configs: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    before = [(config, config._attn_implementation) for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = "sdpa"
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation

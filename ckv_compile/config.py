@@ -1,0 +1,180 @@
+"""The one configuration object."""
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckv_compile.errors import ConfigError
+from ckv_compile.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class CKVConfig:
+    """How a clustered KV cache is sized and compacted.
+
+    The defaults are gentle rounds (`r_init=0.25`): merging a few of the most similar slots at a time keeps
+    distinctive tokens apart, see the README for what that was measured to change.
+
+    Args:
+        budget: cache slots per KV head after compaction. An int counts slots; a float strictly between 0
+            and 1 is the *kept* fraction of `max_context`.
+        interval: decode steps between compactions (g in the paper). The cache holds budget + interval slots.
+        n_sink: first slots that are never merged.
+        n_recent: last slots that are never merged.
+        chunk_size: slots per matching chunk (c in the paper); even.
+        r_init: share of set A that the first round merges, in (0, 1].
+        r_decay: fall of that share from round to round, >= 0.
+        r_min: floor of the share, in (0, r_init].
+        max_context: tokens that a float budget is a fraction of; None takes the model's
+            `max_position_embeddings`. It does not limit generation.
+        max_batch_size: most rows that one call may hold. Memory is taken per row in use.
+
+    Raises:
+        ConfigError: for a value out of range, or a combination that no plan can satisfy.
+    """
+
+    budget: int | float
+    interval: int = 64
+    n_sink: int = 4
+    n_recent: int = 32
+    chunk_size: int = 128
+    r_init: float = 0.25
+    r_decay: float = 0.01
+    r_min: float = 0.05
+    max_context: int | None = None
+    max_batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        _check_number("budget", self.budget)
+        if isinstance(self.budget, float) and not 0.0 < self.budget < 1.0:
+            raise ConfigError(
+                f"budget={self.budget!r}: a float budget is a fraction of max_context and must lie strictly between "
+                "0 and 1; pass an int for a number of slots (to keep everything, an int of the longest context)"
+            )
+        for name, least in (("interval", 1), ("n_sink", 0), ("n_recent", 0), ("chunk_size", 2), ("max_batch_size", 1)):
+            _check_int(name, getattr(self, name), least)
+        if self.max_context is not None:
+            _check_int("max_context", self.max_context, 1)
+        if self.chunk_size % 2:
+            raise ConfigError(
+                f"chunk_size={self.chunk_size} must be even: a chunk is split alternately into two equal sets"
+            )
+        for name in ("r_init", "r_decay", "r_min"):
+            _check_number(name, getattr(self, name))
+        if not 0.0 < self.r_init <= 1.0:
+            raise ConfigError(f"r_init={self.r_init!r} must lie in (0, 1]: it is the share of set A that a round merges")
+        if not 0.0 < self.r_min <= self.r_init:
+            raise ConfigError(f"r_min={self.r_min!r} must lie in (0, r_init={self.r_init!r}]")
+        if self.r_decay < 0.0:
+            raise ConfigError(f"r_decay={self.r_decay!r} must be >= 0: the share of merges falls from round to round")
+        if not isinstance(self.budget, float):
+            self._check_plan(self.budget)
+
+    def resolve(self, max_position_embeddings: int | None) -> "CKVConfig":
+        """Return this config with `max_context` filled in and `budget` as an int number of slots.
+
+        Raises:
+            ConfigError: if a float budget has no context to be a fraction of, or gives too few slots.
+        """
+        max_context = self.max_context if self.max_context is not None else max_position_embeddings
+        budget = self.budget
+        if isinstance(budget, float):
+            if max_context is None:
+                raise ConfigError(
+                    f"budget={budget!r} is a fraction of max_context, but the model's config has no "
+                    "max_position_embeddings; pass max_context=, or an int budget"
+                )
+            budget = int(budget * max_context)
+        return dataclasses.replace(self, budget=budget, max_context=max_context)
+
+    @property
+    def capacity(self) -> int:
+        """Slots per KV head that are allocated: budget + interval (needs a resolved, int budget)."""
+        return self.schedule.budget + self.interval
+
+    @property
+    def schedule(self) -> Schedule:
+        """The compaction plan of a resolved config.
+
+        Raises:
+            ConfigError: if the budget is still a float.
+        """
+        if isinstance(self.budget, float):
+            raise ConfigError(f"budget={self.budget!r} is a fraction; call resolve(max_position_embeddings) first")
+        return self._schedule(self.budget)
+
+    def _schedule(self, budget: int) -> Schedule:
+        return Schedule(
+            budget=budget,
+            n_sink=self.n_sink,
+            n_recent=self.n_recent,
+            chunk_size=self.chunk_size,
+            r_init=self.r_init,
+            r_decay=self.r_decay,
+            r_min=self.r_min,
+        )
+
+    def _check_plan(self, budget: int) -> None:
+        protected = self.n_sink + self.n_recent
+        if budget < protected + 2:
+            raise ConfigError(
+                f"budget={budget} slots cannot hold n_sink={self.n_sink} + n_recent={self.n_recent} protected slots "
+                f"and a pair to merge: use at least {protected + 2}, or protect fewer"
+            )
+        mergeable = self._schedule(budget).mergeable(budget + self.interval)
+        if self.interval > mergeable:
+            raise ConfigError(
+                f"interval={self.interval} is larger than the {mergeable} slots that one round can free from "
+                f"budget + interval = {budget + self.interval} slots with {protected} protected: use an interval of at "
+                f"most {max(1, budget - protected - 1)}, or a larger budget"
+            )
+
+    def to_json(self) -> str:
+        """Return the config as a JSON object with every field."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CKVConfig":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: if the text is no JSON object, or holds an unknown key or a bad value.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"not a JSON config: {error}") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"a JSON config is an object of fields, not {type(data).__name__}")
+        return cls.from_options(data)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "CKVConfig":
+        """Build a config from keyword options, refusing names that it does not have.
+
+        Raises:
+            ConfigError: for an unknown name (with the nearest known one), a missing budget or a bad value.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown option {name!r}{hint} Known options: {', '.join(known)}")
+        if "budget" not in options:
+            raise ConfigError("budget is missing: pass the slots to keep per KV head (int) or a fraction (float)")
+        return cls(**options)
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name}={value!r} must be a finite number")
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r} must be an int of at least {least}")

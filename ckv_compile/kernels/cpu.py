@@ -1,0 +1,144 @@
+"""The CPU kernel of one decode step: attention over a clustered KV cache, in C++ through ctypes.
+
+Inductor's own tool chain compiles `decode_attention.cpp` on first use: it finds the compiler, chooses the
+instruction set of this machine, links the OpenMP runtime that torch uses, and keeps the library on disk.
+Where that fails, or where the environment says CKV_CPU_KERNEL=0, `is_available` is False and the caller
+keeps to the PyTorch form of the same attention.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("decode_attention.cpp")
+_SYMBOLS = {torch.float32: "ckv_decode_float32", torch.bfloat16: "ckv_decode_bfloat16"}
+_ARGTYPES = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 7 + [ctypes.c_float, ctypes.c_int]
+
+# After Inductor's flags, of which some releases turn contraction off and others turn unsafe math on.
+_FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
+
+_build_lock = threading.Lock()
+
+
+def is_available(dtype: torch.dtype) -> bool:
+    """Whether `decode_attention` can serve this dtype here; the first call builds the kernel.
+
+    A build that fails is reported by one warning per process, and not tried again.
+    """
+    if dtype not in _SYMBOLS or os.environ.get("CKV_CPU_KERNEL") == "0":
+        return False
+    return dtype in _kernels()
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    degree: torch.Tensor,
+    fill: torch.Tensor,
+    layer: int,
+    scale: float,
+) -> torch.Tensor:
+    """Appends one token to every row of one layer, and attends over all slots used so far.
+
+    The weight of a slot of degree n is softmax(q.k * scale + log n). The result of a row has the same bits
+    whatever the rest of the batch is. Call it only where `is_available(q.dtype)`.
+
+    Args:
+        q: queries [B, H, 1, D]; D is a multiple of 8.
+        k: new keys [B, Hkv, 1, D]; query head h uses KV head h // (H // Hkv).
+        v: new values [B, Hkv, 1, D].
+        keys: cached keys [B, L, Hkv, C, D], contiguous; slot `fill` is written.
+        values: cached values, likewise.
+        degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing.
+        fill: int64 [B]: used slots of each row, before this token.
+        layer: the layer to serve.
+        scale: factor of the scores.
+
+    Returns:
+        The attention output [B, H, 1, D], in the dtype of q.
+
+    Raises:
+        ValueError: if shapes, dtypes or memory layouts do not fit together.
+        RuntimeError: if a row has no free slot; nothing has been written then.
+    """
+    rows, layers, kv_heads, capacity, dim = keys.shape
+    heads, dtype = q.shape[1], q.dtype
+    if (
+        q.shape != (rows, heads, 1, dim)
+        or k.shape != (rows, kv_heads, 1, dim)
+        or v.shape != k.shape
+        or values.shape != keys.shape
+        or degree.shape != keys.shape[:-1]
+        or fill.shape != (rows,)
+        or heads % kv_heads
+        or dim % 8
+        or not 0 <= layer < layers
+    ):
+        shapes = [tuple(t.shape) for t in (q, k, v, keys, values, degree, fill)]
+        raise ValueError(f"decode_attention cannot serve layer {layer} with q, k, v, keys, values, degree, fill {shapes}")
+    if not (k.dtype == v.dtype == keys.dtype == values.dtype == dtype):
+        raise ValueError(f"q, k, v, keys and values must share one dtype; q has {dtype}, keys has {keys.dtype}")
+    if degree.dtype != torch.float32 or fill.dtype != torch.int64:
+        raise ValueError(f"degree must be float32 and fill int64, got {degree.dtype} and {fill.dtype}")
+    if not (keys.is_contiguous() and values.is_contiguous() and degree.is_contiguous()):
+        raise ValueError("keys, values and degree must be contiguous: the kernel writes to them in place")
+
+    q, k, v, fill = q.contiguous(), k.contiguous(), v.contiguous(), fill.contiguous()
+    out = torch.empty_like(q)
+    status = _kernels()[dtype](
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        degree.data_ptr(),
+        fill.data_ptr(),
+        out.data_ptr(),
+        rows,
+        layers,
+        layer,
+        kv_heads,
+        heads // kv_heads,
+        capacity,
+        dim,
+        scale,
+        torch.get_num_threads(),
+    )
+    if status > 0:
+        row = status - 1
+        raise RuntimeError(f"row {row} has no free slot: fill is {int(fill[row])}, capacity is {capacity}")
+    if status < 0:
+        raise MemoryError("decode_attention: no memory for its scratch space")
+    return out
+
+
+def _kernels() -> dict[torch.dtype, Callable[..., int]]:
+    """The compiled functions by dtype; empty if they cannot be built."""
+    with _build_lock:
+        return _build()
+
+
+@cache
+def _build() -> dict[torch.dtype, Callable[..., int]]:
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        library = CppCodeCache.load(_SOURCE.read_text(), extra_flags=_FLAGS)
+        functions = {dtype: getattr(library, symbol) for dtype, symbol in _SYMBOLS.items()}
+    except Exception as error:  # a missing compiler, a failed build, a torch that changed: all end in the fallback
+        _log.warning("no CPU decode kernel, using the PyTorch form instead: %s", error)
+        return {}
+    for function in functions.values():
+        function.argtypes, function.restype = _ARGTYPES, ctypes.c_int64
+    return functions

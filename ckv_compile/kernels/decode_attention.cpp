@@ -1,0 +1,397 @@
+// One decode step of attention over a clustered KV cache, on the CPU.
+//
+// A slot of the cache holds a key, a value and a degree n, the number of tokens it stands for. A query gives
+// it the weight n * exp(q.k * scale - max), which is softmax(q.k * scale + log n) without the logarithm.
+//
+// The work is cut into tasks of one row, one KV head and at most kSplit slots. A task reads its keys and its
+// values once, for all query heads of its KV head, and leaves a partial result (weighted values, maximum,
+// sum of weights) that a second loop combines. The cut depends on nothing but the fill of the row, so the
+// result of a row has the same bits in any batch and with any number of threads.
+//
+// Vectors are those of GCC and Clang, so one source serves AVX-512, AVX2, SSE and NEON. The code is safe
+// under -ffast-math: it neither makes nor tests for infinities and NaNs.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <type_traits>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;  // floats per vector register
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kHeads = 4;  // query heads worked on at once: 32 vector registers hold 4 slots x 4 heads
+#else
+constexpr int kHeads = 3;
+#endif
+
+constexpr int64_t kSplit = 256;        // slots per task
+constexpr int64_t kValueBlock = 32;    // slots whose values stay in the L1 cache while all heads use them
+constexpr int64_t kSerialWork = 65536; // with fewer key elements than this, threads cost more than they save
+constexpr float kLowest = -3.0e38f;    // stands for minus infinity
+
+// ---------------------------------------------------------------------------------------------- vectors
+
+template <int W>
+struct Vec {
+  typedef float F __attribute__((vector_size(W * 4)));
+  typedef int32_t I __attribute__((vector_size(W * 4)));
+  typedef uint32_t U __attribute__((vector_size(W * 4)));
+  typedef uint16_t H __attribute__((vector_size(W * 2)));
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <int W>
+inline typename Vec<W>::F load(const float* from) {
+  typename Vec<W>::F out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+template <int W>
+inline typename Vec<W>::F load(const BFloat16* from) {
+  typename Vec<W>::H half;
+  std::memcpy(&half, from, sizeof half);
+  return (typename Vec<W>::F)(__builtin_convertvector(half, typename Vec<W>::U) << 16);
+}
+
+template <int W>
+inline void store(float* to, typename Vec<W>::F x) {
+  std::memcpy(to, &x, sizeof x);
+}
+
+template <int W>
+inline void store(BFloat16* to, typename Vec<W>::F x) {  // rounds to nearest even; a NaN stays a NaN
+  using U = typename Vec<W>::U;
+  const U bits = (U)x;
+  const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const U is_nan = (U)((bits & 0x7fffffffu) > 0x7f800000u);
+  const auto half = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0u & is_nan), typename Vec<W>::H);
+  std::memcpy(to, &half, sizeof half);
+}
+
+#if defined(__clang__)
+#define CKV_SHUFFLE(W, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define CKV_SHUFFLE(W, a, b, ...) __builtin_shuffle(a, b, Vec<W>::I{__VA_ARGS__})
+#endif
+
+// (a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...)
+inline Vec<4>::F pair_sums(Vec<4>::F a, Vec<4>::F b) {
+  return CKV_SHUFFLE(4, a, b, 0, 2, 4, 6) + CKV_SHUFFLE(4, a, b, 1, 3, 5, 7);
+}
+inline Vec<8>::F pair_sums(Vec<8>::F a, Vec<8>::F b) {
+  return CKV_SHUFFLE(8, a, b, 0, 2, 4, 6, 8, 10, 12, 14) + CKV_SHUFFLE(8, a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+}
+inline Vec<16>::F pair_sums(Vec<16>::F a, Vec<16>::F b) {
+  return CKV_SHUFFLE(16, a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         CKV_SHUFFLE(16, a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// Lane i of the result is the sum of the lanes of x[i], for N = 4, 8 or 16 vectors.
+template <int N, typename F>
+inline F lane_sums(const F* x) {
+  if constexpr (N == 2) {
+    return pair_sums(x[0], x[1]);
+  } else if constexpr (N == 1) {
+    return x[0];
+  } else {
+    return pair_sums(lane_sums<N / 2>(x), lane_sums<N / 2>(x + N / 2));
+  }
+}
+
+// exp(x) for x <= 0, to 1 or 2 units in the last place; e^-87 below x = -87.
+template <int W>
+inline typename Vec<W>::F exp_negative(typename Vec<W>::F x) {
+  using F = typename Vec<W>::F;
+  using I = typename Vec<W>::I;
+  const F least = F{} - 87.0f;
+  x = x > least ? x : least;
+  const I power = __builtin_convertvector(x * 1.44269504089f - 0.5f, I);  // truncates: to nearest, as x <= 0
+  const F n = __builtin_convertvector(power, F);
+  const F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // |r| <= log(2) / 2
+  F y = r * (1.0f / 5040) + (1.0f / 720);
+  y = y * r + (1.0f / 120);
+  y = y * r + (1.0f / 24);
+  y = y * r + (1.0f / 6);
+  y = y * r + 0.5f;
+  y = y * (r * r) + r + 1.0f;
+  return (F)((I)y + (power << 23));
+}
+
+// ------------------------------------------------------------------------------------ scores and values
+
+// scores[h][i] = query[h] . keys[i] for W slots, of which the first `count` exist (only those are read).
+template <typename T, int W, int HEADS>
+inline void score_slots(const float* query, const T* keys, int64_t dim, int64_t count, float* scores) {
+  using F = typename Vec<W>::F;
+  F partial[HEADS][W / 4];
+  for (int64_t quad = 0; quad < W / 4; ++quad) {
+    const T* key[4];
+    for (int64_t i = 0; i < 4; ++i) key[i] = keys + std::min(quad * 4 + i, count - 1) * dim;
+    F sum[HEADS][4] = {};
+    for (int64_t d = 0; d < dim; d += W) {
+      F k[4];
+      for (int i = 0; i < 4; ++i) k[i] = load<W>(key[i] + d);
+      for (int h = 0; h < HEADS; ++h) {
+        const F q = load<W>(query + h * dim + d);
+        for (int i = 0; i < 4; ++i) sum[h][i] += q * k[i];
+      }
+    }
+    for (int h = 0; h < HEADS; ++h) partial[h][quad] = lane_sums<4>(sum[h]);
+  }
+  for (int h = 0; h < HEADS; ++h) store<W>(scores + h * kSplit, lane_sums<W / 4>(partial[h]));
+}
+
+// sums[h] += weights[h][i] * values[i], for TILE vectors of the head dimension. Empty slots are not read.
+template <typename T, int W, int HEADS, int TILE>
+inline void add_values(const float* weights, const float* degree, const T* values, int64_t dim, int64_t count,
+                       float* sums) {
+  using F = typename Vec<W>::F;
+  F sum[HEADS][TILE];
+  for (int h = 0; h < HEADS; ++h)
+    for (int t = 0; t < TILE; ++t) sum[h][t] = load<W>(sums + h * dim + t * W);
+  for (int64_t i = 0; i < count; ++i) {
+    if (degree[i] == 0.0f) continue;
+    F value[TILE];
+    for (int t = 0; t < TILE; ++t) value[t] = load<W>(values + i * dim + t * W);
+    for (int h = 0; h < HEADS; ++h)
+      for (int t = 0; t < TILE; ++t) sum[h][t] += weights[h * kSplit + i] * value[t];
+  }
+  for (int h = 0; h < HEADS; ++h)
+    for (int t = 0; t < TILE; ++t) store<W>(sums + h * dim + t * W, sum[h][t]);
+}
+
+template <typename T, int W, int HEADS>
+inline void add_values(const float* weights, const float* degree, const T* values, int64_t dim, int64_t count,
+                       float* sums) {
+  int64_t d = 0;
+  for (; d + 4 * W <= dim; d += 4 * W)
+    add_values<T, W, HEADS, 4>(weights, degree, values + d, dim, count, sums + d);
+  for (; d < dim; d += W) add_values<T, W, HEADS, 1>(weights, degree, values + d, dim, count, sums + d);
+}
+
+// Calls body(first head, number of heads as a constant) for heads 0 .. group, at most kHeads at a time.
+template <int HEADS = kHeads, typename Body>
+inline void for_heads(int64_t group, const Body& body, int64_t first = 0) {
+  for (; group - first >= HEADS; first += HEADS) body(first, std::integral_constant<int, HEADS>());
+  if constexpr (HEADS > 1) {
+    if (first < group) for_heads<HEADS - 1>(group, body, first);
+  }
+}
+
+// Turns scores into weights n * exp(score - max) over slots with n > 0; gives the max and the sum of weights.
+template <int W>
+inline void weigh(const float* degree, int64_t count, float* scores, float* max_out, float* sum_out) {
+  using F = typename Vec<W>::F;
+  float n[kSplit];
+  std::copy(degree, degree + count, n);
+  const int64_t padded = (count + W - 1) / W * W;
+  std::fill(n + count, n + padded, 0.0f);  // slots that do not exist count as empty
+
+  const F zero = {}, lowest = zero + kLowest;
+  F top = lowest;
+  for (int64_t i = 0; i < padded; i += W) {
+    const F score = load<W>(scores + i);
+    const F masked = load<W>(n + i) > zero ? score : lowest;
+    store<W>(scores + i, masked);
+    top = top > masked ? top : masked;
+  }
+  float max = top[0];
+  for (int i = 1; i < W; ++i) max = std::max(max, top[i]);
+
+  F total = {};
+  for (int64_t i = 0; i < padded; i += W) {
+    const F weight = load<W>(n + i) * exp_negative<W>(load<W>(scores + i) - max);
+    store<W>(scores + i, weight);
+    total += weight;
+  }
+  float sum = 0.0f;
+  for (int i = 0; i < W; ++i) sum += total[i];
+  *max_out = max;
+  *sum_out = sum;
+}
+
+// ------------------------------------------------------------------------------------------------ a step
+
+inline int thread_index() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+template <typename T>
+struct Step {
+  const T *q, *k, *v;
+  T *keys, *values, *out;
+  float* degree;
+  const int64_t* fill;
+  int64_t batch, layers, layer, kv_heads, group, capacity, dim;
+  float scale;
+
+  // Result of one task for its `group` query heads.
+  struct Partial {
+    float *sums, *max, *total;  // [group, dim], [group], [group]
+  };
+  int64_t partial_size() const { return (group * (dim + 2) + 15) / 16 * 16; }
+  Partial partial_at(float* at) const { return {at, at + group * dim, at + group * (dim + 1)}; }
+
+  int64_t scratch_size() const { return (group * (dim + kSplit) + 15) / 16 * 16; }
+
+  int64_t splits(int64_t row) const { return fill[row] / kSplit + 1; }  // of slots 0 .. fill inclusive
+
+  int64_t first_slot(int64_t row, int64_t kv_head) const {
+    return ((row * layers + layer) * kv_heads + kv_head) * capacity;
+  }
+
+  void append(int64_t row, int64_t kv_head) const {
+    const int64_t slot = first_slot(row, kv_head) + fill[row];
+    const int64_t from = (row * kv_heads + kv_head) * dim;
+    std::copy(k + from, k + from + dim, keys + slot * dim);
+    std::copy(v + from, v + from + dim, values + slot * dim);
+    degree[slot] = 1.0f;
+  }
+
+  template <int W>
+  void attend(int64_t row, int64_t kv_head, int64_t split, float* scratch, const Partial& result) const {
+    if (split == splits(row) - 1) append(row, kv_head);  // the only task that reads the new slot
+
+    const int64_t count = std::min(kSplit, fill[row] + 1 - split * kSplit);
+    const int64_t slot = first_slot(row, kv_head) + split * kSplit;
+    const T* key = keys + slot * dim;
+    const T* value = values + slot * dim;
+    const float* n = degree + slot;
+
+    float* query = scratch;
+    float* scores = scratch + group * dim;
+    const T* q_heads = q + (row * kv_heads + kv_head) * group * dim;
+    for (int64_t d = 0; d < group * dim; d += W) store<W>(query + d, load<W>(q_heads + d) * scale);
+
+    for (int64_t i = 0; i < count; i += W) {
+      for_heads(group, [&](int64_t h, auto heads) {
+        score_slots<T, W, heads()>(query + h * dim, key + i * dim, dim, std::min<int64_t>(W, count - i),
+                                   scores + h * kSplit + i);
+      });
+    }
+    for (int64_t h = 0; h < group; ++h) weigh<W>(n, count, scores + h * kSplit, result.max + h, result.total + h);
+    std::fill(result.sums, result.sums + group * dim, 0.0f);
+    for (int64_t i = 0; i < count; i += kValueBlock) {
+      for_heads(group, [&](int64_t h, auto heads) {
+        add_values<T, W, heads()>(scores + h * kSplit + i, n + i, value + i * dim, dim,
+                                  std::min(kValueBlock, count - i), result.sums + h * dim);
+      });
+    }
+  }
+
+  // Adds up the partial results of one KV head, which lie `partial_size()` floats apart.
+  template <int W>
+  void combine(int64_t row, int64_t kv_head, float* partials) const {
+    using F = typename Vec<W>::F;
+    const int64_t count = splits(row);
+    for (int64_t h = 0; h < group; ++h) {
+      float max = kLowest, total = 0.0f;
+      for (int64_t s = 0; s < count; ++s) max = std::max(max, partial_at(partials + s * partial_size()).max[h]);
+      for (int64_t s = 0; s < count; ++s) {
+        const Partial part = partial_at(partials + s * partial_size());
+        part.max[h] = std::exp(part.max[h] - max);  // from here on, the weight of this part
+        total += part.max[h] * part.total[h];
+      }
+      T* to = out + ((row * kv_heads + kv_head) * group + h) * dim;
+      for (int64_t d = 0; d < dim; d += W) {
+        F sum = {};
+        for (int64_t s = 0; s < count; ++s) {
+          const Partial part = partial_at(partials + s * partial_size());
+          sum += part.max[h] * load<W>(part.sums + h * dim + d);
+        }
+        store<W>(to + d, sum / total);
+      }
+    }
+  }
+
+  template <int W>
+  void run(int threads) const {
+    int64_t most_splits = 0, keys_read = 0;
+    for (int64_t row = 0; row < batch; ++row) {
+      most_splits = std::max(most_splits, splits(row));
+      keys_read += kv_heads * (fill[row] + 1);
+    }
+    const int64_t tasks = batch * kv_heads * most_splits;
+
+    // Kept from call to call, so that a step allocates nothing; 16 floats more, to align it to a cache line.
+    static thread_local std::vector<float> arena;
+    const size_t needed = threads * scratch_size() + tasks * partial_size() + 16;
+    if (arena.size() < needed) arena.resize(needed);
+    const uintptr_t start = (reinterpret_cast<uintptr_t>(arena.data()) + 63) / 64 * 64;
+    float* const memory = reinterpret_cast<float*>(start);
+    float* const partials = memory + threads * scratch_size();
+
+#pragma omp parallel num_threads(threads) if (keys_read * dim > kSerialWork)
+    {
+      float* const scratch = memory + thread_index() * scratch_size();
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < tasks; ++task) {
+        const int64_t split = task % most_splits, head = task / most_splits;
+        const int64_t row = head / kv_heads, kv_head = head % kv_heads;
+        if (split < splits(row))
+          attend<W>(row, kv_head, split, scratch, partial_at(partials + task * partial_size()));
+      }
+#pragma omp for schedule(static)
+      for (int64_t head = 0; head < batch * kv_heads; ++head)
+        combine<W>(head / kv_heads, head % kv_heads, partials + head * most_splits * partial_size());
+    }
+  }
+};
+
+template <typename T>
+int64_t decode(const Step<T>& step, int threads) {
+  for (int64_t row = 0; row < step.batch; ++row)
+    if (step.fill[row] < 0 || step.fill[row] >= step.capacity) return row + 1;
+  try {
+    if (step.dim % kWidth == 0)
+      step.template run<kWidth>(threads);
+    else
+      step.template run<std::min(kWidth, 8)>(threads);
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+  return 0;
+}
+
+}  // namespace
+
+// Puts k, v and degree 1 into slot fill[row] of layer `layer`, and attends over slots 0 .. fill[row].
+//   q, out [batch, kv_heads * group, dim]; k, v [batch, kv_heads, dim]; fill [batch]
+//   keys, values [batch, layers, kv_heads, capacity, dim]; degree [batch, layers, kv_heads, capacity]
+// `dim` is a multiple of 8. Returns 0; row + 1 if that row has no free slot (nothing is written then); -1 if
+// there is no memory.
+#define CKV_DECODE(NAME, T)                                                                                   \
+  extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree,              \
+                          const int64_t* fill, T* out, int64_t batch, int64_t layers, int64_t layer,          \
+                          int64_t kv_heads, int64_t group, int64_t capacity, int64_t dim, float scale,        \
+                          int threads) {                                                                      \
+    return decode(Step<T>{q, k, v, keys, values, out, degree, fill, batch, layers, layer, kv_heads, group,    \
+                          capacity, dim, scale},                                                              \
+                  threads);                                                                                   \
+  }
+
+CKV_DECODE(ckv_decode_float32, float)
+CKV_DECODE(ckv_decode_bfloat16, BFloat16)

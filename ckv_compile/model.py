@@ -1,0 +1,319 @@
+"""The compiled causal LM: prefill, decode step, and transformers' own generate() around them."""
+
+import contextlib
+import copy
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ckv_compile.cache import CacheState, ClusteredCache
+from ckv_compile.config import CKVConfig
+from ckv_compile.errors import ConcurrentUseError, ConfigError, InputError, UnsupportedModelError
+from ckv_compile.pipeline import (
+    CompileMode,
+    PassResult,
+    Program,
+    Rewritten,
+    check_mode,
+    decode_program,
+    prefill_program,
+    rewrite,
+)
+
+# transformers renames the cache argument and output from `past_key_values` to `cache`.
+_CACHE_NAME = "cache" if "cache" in inspect.signature(CausalLMOutputWithPast).parameters else "past_key_values"
+_GENERATION_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+def transform(
+    model: PreTrainedModel,
+    config: CKVConfig | None = None,
+    *,
+    compile: str = "inductor",  # noqa: A002  (the word that users look for)
+    **options: Any,
+) -> "CKVForCausalLM":
+    """Return a model that generates with a clustered KV cache of fixed size.
+
+        model = ckv_compile.transform(model, budget=1024)
+        model.generate(**inputs, max_new_tokens=200)
+
+    Args:
+        model: a decoder-only Hugging Face causal LM on one device. It is not changed, and the result shares its
+            weights.
+        config: the configuration; or pass its fields as options, `budget` at least (see `CKVConfig`).
+        compile: "inductor" compiles the programs at their first use; "eager" runs the same graphs uncompiled.
+        **options: fields of `CKVConfig`.
+
+    Raises:
+        ConfigError: for a bad or unknown option.
+        UnsupportedModelError: for a model that cannot be captured or rewritten, with the reason.
+    """
+    if config is not None and options:
+        raise ConfigError(f"pass either a config or options, not both (options: {', '.join(options)})")
+    config = config if config is not None else CKVConfig.from_options(options)
+    mode = check_mode(compile)
+    _check_model(model)
+    text_config = model.config.get_text_config(decoder=True)
+    config = config.resolve(getattr(text_config, "max_position_embeddings", None))
+    return CKVForCausalLM(model, rewrite(model, config), config, mode)
+
+
+class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A causal LM whose attention reads a clustered KV cache of budget + interval slots per KV head.
+
+    Made by `transform`. `generate()` is transformers' own, for greedy search and sampling. Each call to `generate`
+    (or to `forward` without a cache) allocates a cache for its rows and drops it with its result.
+
+    A prompt is prefilled row by row without its padding, so a row never depends on its neighbours. The prefill and
+    the decode program of each batch size are built at first use; `warm_up` builds them ahead.
+    """
+
+    config_class = PreTrainedConfig
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+
+    def __init__(self, model: PreTrainedModel, rewritten: Rewritten, config: CKVConfig, mode: CompileMode) -> None:
+        super().__init__(copy.deepcopy(model.config))
+        self.generation_config = copy.deepcopy(model.generation_config)
+        self.ckv_config = config
+        self.cache_shape = rewritten.shape
+        self.graph = rewritten.graph
+        self._rewritten = rewritten
+        self._mode = mode
+        self._vocab_size = model.get_input_embeddings().weight.shape[0]
+        self._prefill_program: Program | None = None
+        self._decode_programs: dict[int, Program] = {}
+        self._running = threading.RLock()
+        self.train(model.training)
+
+    @property
+    def passes(self) -> tuple[PassResult, ...]:
+        """The passes that made this model, in order, with the sites each rewrote."""
+        return self._rewritten.passes
+
+    def new_cache(self, batch_size: int = 1) -> ClusteredCache:
+        """Allocate an empty cache, to pass to `forward` or `generate` and keep across calls.
+
+        Raises:
+            InputError: for a batch size outside 1..max_batch_size.
+        """
+        limit = self.ckv_config.max_batch_size
+        if not 1 <= batch_size <= limit:
+            raise InputError(
+                f"a batch of {batch_size} rows; this model was transformed for 1 to {limit}: "
+                "use fewer rows, or pass a larger max_batch_size to transform()"
+            )
+        with torch.inference_mode(False):
+            return ClusteredCache(self.cache_shape, self.ckv_config.capacity, batch_size)
+
+    def warm_up(self, batch_size: int = 1) -> None:
+        """Build and compile the prefill program and the decode program of a batch size."""
+        cache = self.new_cache(batch_size)
+        prompt = torch.zeros(batch_size, 3, dtype=torch.int64, device=self.device)
+        self(prompt, **{_CACHE_NAME: cache})
+        self(prompt[:, :1], **{_CACHE_NAME: cache})
+
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """Generate as transformers does, by greedy search or sampling.
+
+        Raises:
+            InputError: for an empty prompt, token ids out of range, too many rows, or beam search.
+            ConcurrentUseError: if another thread is using this model.
+        """
+        with self._exclusive():
+            prompt = inputs if inputs is not None else kwargs.get("input_ids")
+            if prompt is not None:
+                self._check_prompt(prompt)
+            return super().generate(inputs, generation_config, **kwargs)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: ClusteredCache | None = None,
+        past_key_values: ClusteredCache | None = None,
+        use_cache: bool = True,
+        logits_to_keep: int = 1,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Tensor, ClusteredCache]:
+        """Advance a cache by some tokens and return the logits of the last one.
+
+        Args:
+            input_ids: [B, S] int64; S = 1 is a decode step, a longer one a prompt or a later turn.
+            attention_mask: [B, >= S]; zeros at the left of its last S columns are padding and are skipped.
+            cache: the cache to continue (`past_key_values` is its older name); None starts a new one.
+            use_cache: must be true.
+            logits_to_keep: must be 1.
+            output_attentions: must be false; there are no attention weights of single tokens.
+            output_hidden_states: must be false.
+            return_dict: False returns (logits, cache).
+
+        Returns:
+            logits [B, 1, vocab] and the cache.
+
+        Raises:
+            InputError: for arguments that cannot be served; the cache is then as it was.
+            ConcurrentUseError: if another thread is using this model.
+        """
+        if not use_cache or logits_to_keep != 1 or output_attentions or output_hidden_states:
+            raise InputError(
+                "a compiled model needs use_cache=True and logits_to_keep=1 and has no attentions or hidden states to "
+                f"return (got use_cache={use_cache}, logits_to_keep={logits_to_keep}, "
+                f"output_attentions={output_attentions}, output_hidden_states={output_hidden_states})"
+            )
+        cache = cache if cache is not None else past_key_values
+        with self._exclusive(), torch.inference_mode(False), torch.no_grad(), _no_autocast(self.device):
+            if cache is None or cache.columns == 0 or input_ids.shape[1] != 1:
+                self._check_prompt(input_ids)
+            cache = cache if cache is not None else self.new_cache(input_ids.shape[0])
+            self._check_cache(cache, input_ids)
+            logits = self._advance(input_ids.clone(), attention_mask, cache)
+        if return_dict is False:
+            return logits, cache
+        return CausalLMOutputWithPast(logits=logits, **{_CACHE_NAME: cache})
+
+    def _advance(self, input_ids: Tensor, attention_mask: Tensor | None, cache: ClusteredCache) -> Tensor:
+        batch, steps = input_ids.shape
+        if steps == 1:
+            logits = self._run(input_ids, cache.state)
+        else:
+            skipped = [0] * batch if attention_mask is None else _left_padding(attention_mask, batch, steps)
+            rows = [self._run(input_ids[b : b + 1, pad:], cache.state.row(b)) for b, pad in enumerate(skipped)]
+            logits = torch.cat(rows)
+        cache.columns += steps
+        return logits
+
+    def _run(self, input_ids: Tensor, state: CacheState) -> Tensor:
+        """Run the program for these shapes, building it if it is the first of its kind."""
+        batch, steps = input_ids.shape
+        if steps == 1:
+            if batch not in self._decode_programs:
+                self._decode_programs[batch] = decode_program(self._rewritten, self.ckv_config, self._mode, batch)
+            program = self._decode_programs[batch]
+        else:
+            if self._prefill_program is None:
+                self._prefill_program = prefill_program(self._rewritten, self.ckv_config, self._mode)
+            program = self._prefill_program
+        return program(input_ids, *state)[0]
+
+    def _check_prompt(self, input_ids: Tensor) -> None:
+        if input_ids.ndim != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
+            raise InputError(f"a prompt is [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"token ids are int64, got {input_ids.dtype}")
+        low, high = (int(bound) for bound in torch.aminmax(input_ids))
+        if low < 0 or high >= self._vocab_size:
+            raise InputError(
+                f"token ids from {low} to {high}; this model's are 0 to {self._vocab_size - 1}: "
+                "was the prompt made by another tokenizer?"
+            )
+
+    def _check_cache(self, cache: ClusteredCache, input_ids: Tensor) -> None:
+        if not isinstance(cache, ClusteredCache):
+            raise InputError(
+                f"a compiled model cannot continue a {type(cache).__name__}: pass a cache that it returned, or new_cache()"
+            )
+        keys = cache.state.keys
+        expected = (*self.cache_shape[:2], self.ckv_config.capacity, self.cache_shape.head_dim)
+        if tuple(keys.shape[1:]) != expected or keys.dtype != self.cache_shape.dtype:
+            raise InputError(
+                f"a cache of {tuple(keys.shape[1:])} {keys.dtype} from another model or config; this model's are "
+                f"{expected} {self.cache_shape.dtype}"
+            )
+        if cache.batch_size != input_ids.shape[0]:
+            raise InputError(f"{input_ids.shape[0]} rows of tokens for a cache of {cache.batch_size} rows")
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._running.acquire(blocking=False):
+            raise ConcurrentUseError(
+                "another thread is using this model; wait for it, or give each thread a transform() of its own "
+                "(they share the weights)"
+            )
+        try:
+            yield
+        finally:
+            self._running.release()
+
+    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, *args: Any) -> None:
+        if generation_mode not in _GENERATION_MODES:
+            raise InputError(
+                f"{generation_mode.value} is not supported: it reorders or rolls back the cache, and merged tokens "
+                "cannot be taken apart again; use greedy search or sampling (num_beams=1, no assistant model)"
+            )
+        if not generation_config.use_cache:
+            raise InputError("use_cache=False is not supported: the clustered cache is what this model generates with")
+        if generation_config.cache_implementation is not None:
+            raise InputError(
+                f"cache_implementation={generation_config.cache_implementation!r} is not supported: "
+                "this model brings its own cache"
+            )
+        super()._validate_generation_mode(generation_mode, generation_config, *args)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        given = model_kwargs.pop("past_key_values", None)
+        given = given if given is not None else model_kwargs.pop("cache", None)
+        rows = batch_size * generation_config.num_return_sequences
+        model_kwargs[_CACHE_NAME] = given if given is not None else self.new_cache(rows)
+
+
+def _left_padding(attention_mask: Tensor, batch: int, steps: int) -> list[int]:
+    """Columns of padding at the left of each row's last `steps` columns.
+
+    Raises:
+        InputError: if the mask does not fit, hides a token in the middle or at the right, or a whole row.
+    """
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < steps:
+        raise InputError(f"an attention_mask of {tuple(attention_mask.shape)} for tokens of {(batch, steps)}")
+    mask = attention_mask[:, -steps:].bool()
+    if not bool((mask[:, 1:] >= mask[:, :-1]).all()):
+        raise InputError(
+            "the attention_mask hides tokens that are not at the left: set tokenizer.padding_side='left' to pad prompts"
+        )
+    if not bool(mask[:, -1].all()):
+        raise InputError("the attention_mask hides a whole row: every row needs at least one token")
+    return (steps - mask.sum(dim=1)).tolist()
+
+
+def _no_autocast(device: torch.device) -> torch.autocast:
+    """The programs run in the dtype that they were captured in."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    if isinstance(model, CKVForCausalLM):
+        raise UnsupportedModelError("this model is already transformed: call transform() on the original model")
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"transform() takes a transformers PreTrainedModel, got {type(model).__name__}")
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; only decoder-only models can be transformed")
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no language-model head: load it as a ...ForCausalLM")
+    if not model._supports_sdpa:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no scaled_dot_product_attention path in transformers, which the passes rewrite"
+        )
+    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    if len(devices) != 1:
+        raise UnsupportedModelError(f"the model lies on several devices ({', '.join(devices)}): move it to one first")
+    if not devices[0].startswith("cpu"):
+        raise UnsupportedModelError(f"the model lies on {devices[0]}: this version runs on the CPU only")
+
+
+

@@ -1,0 +1,198 @@
+"""The two custom ops that the passes put into a graph.
+
+`ckv::cached_attention` appends a step's keys and values to one layer of the cache and attends; `ckv::compact_` closes
+the step for all layers. Both change the state tensors of `CacheState` in place, and their schemas say so. Batch row b
+of every argument belongs to batch row b of the state.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ckv_compile import clustering
+from ckv_compile.kernels import cpu
+from ckv_compile.schedule import Schedule
+
+EXTEND_BLOCK = 512
+"""Queries per block when a long turn attends to a filled cache: bounds the mask to [block, cache + new]."""
+
+_library = torch.library.Library("ckv", "DEF")  # noqa: TOR901  (lives as long as the module)
+_PLAN = "int budget, int n_sink, int n_recent, int chunk_size, float r_init, float r_decay, float r_min"
+_library.define(
+    "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, "
+    f"Tensor fill, int layer, float scale, {_PLAN}) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(d!) fill, Tensor(e!) position, "
+    f"SymInt tokens, {_PLAN}) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+cached_attention = torch.ops.ckv.cached_attention.default
+compact_ = torch.ops.ckv.compact_.default
+
+
+@torch.library.impl(_library, "cached_attention", "CPU")
+def _cached_attention_cpu(
+    q: Tensor,  # [B, H, S, D]
+    k: Tensor,  # [B, Hkv, S, D]
+    v: Tensor,  # [B, Hkv, S, D]
+    keys: Tensor,  # [B, L, Hkv, C, D]
+    values: Tensor,  # [B, L, Hkv, C, D]
+    degree: Tensor,  # [B, L, Hkv, C]
+    fill: Tensor,  # [B]
+    layer: int,
+    scale: float,
+    budget: int,
+    n_sink: int,
+    n_recent: int,
+    chunk_size: int,
+    r_init: float,
+    r_decay: float,
+    r_min: float,
+) -> Tensor:
+    if q.shape[2] == 1:
+        if cpu.is_available(q.dtype):
+            return cpu.decode_attention(q, k, v, keys, values, degree, fill, layer, scale)
+        return _decode_attention(q, k, v, keys, values, degree, fill, layer, scale)
+    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
+    out = _empty_output(q)
+    for b, used in enumerate(fill.tolist()):
+        slots = (keys[b, layer], values[b, layer], degree[b, layer])
+        out[b] = _extend_attention(q[b], k[b], v[b], *slots, used, scale)
+        _append(k[b], v[b], *slots, used, schedule)
+    return out
+
+
+@torch.library.register_fake("ckv::cached_attention", lib=_library)
+def _cached_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, fill: Tensor, *_: object
+) -> Tensor:
+    return _empty_output(q)
+
+
+def _empty_output(q: Tensor) -> Tensor:
+    """[B, H, S, D] laid out as [B, S, H, D] in memory: the output projection reads it without a copy."""
+    batch, heads, steps, dim = q.shape
+    return q.new_empty(batch, steps, heads, dim).transpose(1, 2)
+
+
+def _decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor,
+    fill: Tensor,
+    layer: int,
+    scale: float,
+) -> Tensor:
+    """One new token per row, in PyTorch: the form that the C++ kernel is tested against and falls back to."""
+    batch, heads, _, dim = q.shape
+    kv_heads = k.shape[1]
+    out = _empty_output(q)
+    for b, used in enumerate(fill.tolist()):
+        if used >= keys.shape[3]:
+            raise RuntimeError(f"the cache of batch row {b} is full: {used} of {keys.shape[3]} slots are in use")
+        keys[b, layer, :, used] = k[b, :, 0]
+        values[b, layer, :, used] = v[b, :, 0]
+        degree[b, layer, :, used] = 1.0
+        seen = slice(0, used + 1)
+        # The G query heads of a KV head stand side by side as rows of one query, so K and V are read once.
+        grouped = q[b].reshape(kv_heads, heads // kv_heads, dim)
+        bias = degree[b, layer, :, None, seen].log().to(q.dtype)  # [Hkv, 1, n]
+        out[b] = F.scaled_dot_product_attention(
+            grouped[None], keys[b, layer, :, seen][None], values[b, layer, :, seen][None], bias[None], scale=scale
+        ).reshape(heads, 1, dim)
+    return out
+
+
+def _extend_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, scale: float
+) -> Tensor:
+    """Attention of S new tokens [H, S, D] of one row over its `used` slots and causally over themselves."""
+    steps = q.shape[1]
+    if used == 0:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[0]
+    group = q.shape[0] // k.shape[0]
+    all_keys = torch.cat([keys[:, :used], k], dim=1)[None]  # [1, Hkv, used + S, D]
+    all_values = torch.cat([values[:, :used], v], dim=1)[None]
+    log_degree = degree[:, :used].log().to(q.dtype).repeat_interleave(group, dim=0)  # [H, used]
+    out = torch.empty_like(q)
+    for start in range(0, steps, EXTEND_BLOCK):
+        stop = min(start + EXTEND_BLOCK, steps)
+        bias = q.new_zeros(q.shape[0], stop - start, used + stop)
+        bias[:, :, :used] = log_degree[:, None]
+        future = torch.ones(stop - start, stop, dtype=torch.bool).triu(start + 1)
+        bias[:, :, used:].masked_fill_(future, float("-inf"))
+        out[:, start:stop] = F.scaled_dot_product_attention(
+            q[None, :, start:stop],
+            all_keys[:, :, : used + stop],
+            all_values[:, :, : used + stop],
+            bias[None],
+            scale=scale,
+            enable_gqa=True,
+        )[0]
+    return out
+
+
+def _append(
+    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, schedule: Schedule
+) -> None:
+    """Put S new tokens [Hkv, S, D] of one row behind its `used` slots, compressed when they leave no free slot."""
+    total, capacity = used + k.shape[1], keys.shape[1]
+    if schedule.settle(total, capacity) == total:
+        keys[:, used:total] = k
+        values[:, used:total] = v
+        degree[:, used:total] = 1.0
+        return
+    merged = clustering.compress(
+        torch.cat([keys[:, :used], k], dim=1) if used else k,
+        torch.cat([values[:, :used], v], dim=1) if used else v,
+        torch.cat([degree[:, :used], degree.new_ones(k.shape[:2])], dim=1),
+        schedule,
+    )
+    _store(merged, keys, values, degree)
+
+
+def _store(merged: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, degree: Tensor) -> None:
+    """Write merged slots to the front of a row's [Hkv, C, D] and mark the rest empty."""
+    count = merged[0].shape[1]
+    keys[:, :count], values[:, :count], degree[:, :count] = merged
+    degree[:, count:] = 0.0
+
+
+@torch.library.impl(_library, "compact_", "CPU")
+def _compact_cpu(
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor,
+    fill: Tensor,
+    position: Tensor,
+    tokens: int,
+    budget: int,
+    n_sink: int,
+    n_recent: int,
+    chunk_size: int,
+    r_init: float,
+    r_decay: float,
+    r_min: float,
+) -> None:
+    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
+    capacity = keys.shape[3]
+    position += tokens
+    for b, used in enumerate(fill.tolist()):
+        total = used + tokens
+        fill[b] = schedule.settle(total, capacity)
+        if tokens > 1 or total < capacity:
+            continue  # after several tokens the layers have compressed themselves
+        for layer in range(keys.shape[1]):
+            slots = (keys[b, layer], values[b, layer], degree[b, layer])
+            _store(clustering.merge(*slots, total - budget, schedule), *slots)
+
+
+@torch.library.register_fake("ckv::compact_", lib=_library)
+def _compact_fake(*_: object) -> None:
+    return None

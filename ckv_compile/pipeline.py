@@ -1,0 +1,157 @@
+"""The ordered list of passes, and the programs that come out of it.
+
+    model -> capture -> canonicalize_attention -> insert_cached_attention -> slice_logits -> insert_compaction
+          -> re-export at prefill or decode shapes (-> reduce_linear) -> torch.compile
+
+Set `CKV_DUMP=<folder>` to have the graph written before and after every pass.
+"""
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from transformers import PreTrainedModel
+
+from ckv_compile.cache import CacheShape, CacheState
+from ckv_compile.capture import capture, program_module, reexport
+from ckv_compile.config import CKVConfig
+from ckv_compile.errors import ConfigError, PassError
+from ckv_compile.passes import (
+    canonicalize_attention,
+    insert_cached_attention,
+    insert_compaction,
+    reduce_linear,
+    slice_logits,
+)
+from ckv_compile.passes.insert_cached_attention import cache_shape
+
+log = logging.getLogger("ckv_compile")
+
+CompileMode = Literal["inductor", "eager"]
+Pass = Callable[[GraphModule], int]
+
+
+class PassResult(NamedTuple):
+    """What one pass did: its name, the sites it rewrote, and the seconds it took."""
+
+    name: str
+    matches: int
+    seconds: float
+
+
+class Program(Protocol):
+    """A prefill or decode program: advances the state in place and returns the logits of the last token."""
+
+    def __call__(self, input_ids: Tensor, *state: Tensor) -> tuple[Tensor]: ...
+
+
+class Rewritten(NamedTuple):
+    """A model after the passes: a graph of (input_ids [B, S], *state) -> (logits [B, 1, vocab],), B and S dynamic."""
+
+    graph: GraphModule
+    shape: CacheShape
+    passes: tuple[PassResult, ...]
+
+
+def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
+    """Capture a causal LM and run the passes that put a clustered cache under its attention.
+
+    Args:
+        model: left unchanged; the graph shares its parameters.
+        config: resolved, with an int budget.
+
+    Raises:
+        UnsupportedModelError: if the model cannot be traced, or a pass refuses its graph (`PassError`).
+    """
+    graph = capture(model)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    results = run_passes(graph, [functools.partial(canonicalize_attention, layers=layers)])
+    shape = cache_shape(graph)
+    results += run_passes(
+        graph,
+        [
+            functools.partial(insert_cached_attention, schedule=config.schedule),
+            slice_logits,
+            functools.partial(insert_compaction, schedule=config.schedule),
+        ],
+        before=results,
+    )
+    return Rewritten(graph, shape, results)
+
+
+def prefill_program(rewritten: Rewritten, config: CKVConfig, mode: CompileMode) -> Program:
+    """The program of one row of a prompt, or of a later turn: S >= 2 tokens, dynamic."""
+    exported = reexport(rewritten.graph, *_example(rewritten, config, batch_size=1, steps=8), dynamic_steps=True)
+    return _compile(program_module(exported), mode, dynamic=True)
+
+
+def decode_program(rewritten: Rewritten, config: CKVConfig, mode: CompileMode, batch_size: int) -> Program:
+    """The program of one decode step of `batch_size` rows: every shape in it is static."""
+    exported = reexport(rewritten.graph, *_example(rewritten, config, batch_size, steps=1), dynamic_steps=False)
+    graph = program_module(exported)
+    if mode == "inductor" and rewritten.shape.device.type == "cpu":
+        run_passes(graph, [reduce_linear], before=rewritten.passes)
+    return _compile(graph, mode, dynamic=False)
+
+
+def run_passes(
+    graph: GraphModule, passes: list[Pass], before: tuple[PassResult, ...] = ()
+) -> tuple[PassResult, ...]:
+    """Run passes in order, each timed, logged in one line, linted, and dumped if `CKV_DUMP` names a folder.
+
+    Raises:
+        PassError: from a pass, completed with its name and the passes that had already run.
+    """
+    results: list[PassResult] = []
+    for pass_ in passes:
+        name = pass_.func.__name__ if isinstance(pass_, functools.partial) else getattr(pass_, "__name__", repr(pass_))
+        _dump(graph, len(before) + len(results), name, "before")
+        start = time.perf_counter()
+        try:
+            matches = pass_(graph)
+        except PassError as error:
+            error.failed_pass = name
+            error.passes_run = tuple(result.name for result in (*before, *results))
+            raise
+        graph.graph.lint()
+        graph.recompile()
+        results.append(PassResult(name, matches, time.perf_counter() - start))
+        _dump(graph, len(before) + len(results) - 1, name, "after")
+        log.info("%s: %d sites, %.2f s", name, matches, results[-1].seconds)
+    return tuple(results)
+
+
+def check_mode(mode: str) -> CompileMode:
+    """Return `mode` if there is such a compile mode.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    for known in get_args(CompileMode):
+        if mode == known:
+            return known  # type: ignore[no-any-return]
+    raise ConfigError(f"compile={mode!r}: choose one of {', '.join(map(repr, get_args(CompileMode)))}")
+
+
+def _example(rewritten: Rewritten, config: CKVConfig, batch_size: int, steps: int) -> tuple[Tensor, CacheState]:
+    device = rewritten.shape.device
+    ids = torch.zeros(batch_size, steps, dtype=torch.int64, device=device)
+    return ids, CacheState.allocate(rewritten.shape, config.capacity, batch_size)
+
+
+def _compile(graph: GraphModule, mode: CompileMode, dynamic: bool) -> Program:
+    return graph if mode == "eager" else torch.compile(graph, fullgraph=True, dynamic=dynamic)
+
+
+def _dump(graph: GraphModule, index: int, name: str, when: str) -> None:
+    if folder := os.environ.get("CKV_DUMP"):
+        path = Path(folder) / f"{index}_{name}.{when}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(graph.print_readable(print_output=False))

@@ -1,0 +1,161 @@
+"""The oracle: chunked soft matching (CSM) and degree-biased attention, one row at a time, in plain PyTorch.
+
+Written to be read beside the paper (CentroidKV, arXiv 2506.11418), not to be fast. A *row* is the cache of one
+(batch row, layer, KV head): keys and values [n, D], degree [n]. Every op, kernel and pass is tested against this
+file. All of it also runs in float64.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ckv_compile.schedule import Schedule
+
+
+class Row(NamedTuple):
+    """One row of a clustered cache: keys [n, D], values [n, D], degree [n] (tokens each slot stands for)."""
+
+    keys: Tensor
+    values: Tensor
+    degree: Tensor
+
+
+class Match(NamedTuple):
+    """A candidate merge: slot `a` (set A) into slot `b` (set B of the same chunk), cosine `similarity`."""
+
+    similarity: float
+    a: int
+    b: int
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64; everything else computes in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def match_row(keys: Tensor, schedule: Schedule) -> list[Match]:
+    """Find the best partner in B of every slot in A, chunk by chunk (paper, section "Chunked Soft Matching").
+
+    The unprotected slots are cut into chunks in sequence order; even offsets of a chunk are A, odd ones B.
+    Similarity is the cosine of the keys as cached (post-RoPE, one KV head: our choice), with 0 for a key of
+    norm 0. Ties go to the lower slot.
+
+    Args:
+        keys: [n, D], any floating dtype.
+
+    Returns:
+        The matches in slot order of `a`.
+    """
+    wide = keys.to(accumulator_dtype(keys.dtype))
+    unit = wide / wide.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
+    matches: list[Match] = []
+    end = keys.shape[0] - schedule.n_recent
+    for start in range(schedule.n_sink, end, schedule.chunk_size):
+        stop = min(start + schedule.chunk_size, end)
+        set_a, set_b = range(start, stop, 2), range(start + 1, stop, 2)
+        if not set_b:
+            continue
+        similarity = unit[list(set_a)] @ unit[list(set_b)].T  # [|A|, |B|]
+        best, partner = similarity.max(dim=1)  # the first maximum: the lower slot
+        matches += [
+            Match(score, a, set_b[j]) for score, a, j in zip(best.tolist(), set_a, partner.tolist(), strict=True)
+        ]
+    return matches
+
+
+def merge_row(row: Row, merges: int, schedule: Schedule) -> Row:
+    """Run one clustering round: merge the `merges` most similar matches of the row into their partners.
+
+    n' = n_b + sum n_a;  K' = (n_b K_b + sum n_a K_a) / n';  the same for V. Several slots of A may join one B;
+    the sums are taken at once. Survivors keep their order; slots without a merge keep their bits.
+
+    Returns:
+        A row of n - merges slots.
+    """
+    ranked = sorted(match_row(row.keys, schedule), key=lambda match: (-match.similarity, match.a))[:merges]
+    if len(ranked) < merges:
+        raise ValueError(f"{merges} merges asked for, but a row of {row.keys.shape[0]} slots offers {len(ranked)}")
+    clusters: dict[int, list[int]] = {}
+    for match in ranked:
+        clusters.setdefault(match.b, [match.b]).append(match.a)
+    keys, values, degree = row.keys.clone(), row.values.clone(), row.degree.clone()
+    for b, members in clusters.items():
+        weight = row.degree[members].to(accumulator_dtype(row.keys.dtype))
+        total = weight.sum()
+        keys[b] = ((weight[:, None] * row.keys[members]).sum(0) / total).to(keys.dtype)
+        values[b] = ((weight[:, None] * row.values[members]).sum(0) / total).to(values.dtype)
+        degree[b] = total
+    gone = {match.a for match in ranked}
+    kept = [slot for slot in range(row.keys.shape[0]) if slot not in gone]
+    return Row(keys[kept], values[kept], degree[kept])
+
+
+def compress_row(row: Row, schedule: Schedule) -> Row:
+    """Bring a row within budget by the annealed rounds of the schedule."""
+    for merges in schedule.rounds(row.keys.shape[0]):
+        row = merge_row(row, merges, schedule)
+    return row
+
+
+def attend_row(q: Tensor, row: Row, scale: float, causal_tail: int = 0) -> Tensor:
+    """Degree-biased attention: softmax(q.k * scale + log n) V. Exact when the merged keys were equal.
+
+    Args:
+        q: [S, D] queries of one head.
+        row: n slots; a slot of degree 0 is empty and gets no weight.
+        scale: factor of the scores.
+        causal_tail: the last `causal_tail` slots are the tokens of the queries themselves: query i sees the
+            first i + 1 of them.
+
+    Returns:
+        [S, D] in the dtype of q.
+    """
+    wide = accumulator_dtype(q.dtype)
+    scores = q.to(wide) @ row.keys.to(wide).T * scale + row.degree.to(wide).log()  # [S, n]
+    if causal_tail:
+        future = torch.ones(q.shape[0], causal_tail, dtype=torch.bool, device=q.device).triu(1)
+        scores[:, -causal_tail:] = scores[:, -causal_tail:].masked_fill(future, float("-inf"))
+    return (scores.softmax(dim=-1) @ row.values.to(wide)).to(q.dtype)
+
+
+class CacheRows:
+    """A whole reference cache: `Row`s by (batch row, layer, KV head), driven like the two ops.
+
+    `attend` is `ckv::cached_attention`, `finish_step` is `ckv::compact_`. A row that has no free slot left at the
+    end of a step is brought to the budget: by annealed rounds after several tokens, by one round after one.
+    """
+
+    def __init__(self, schedule: Schedule, capacity: int) -> None:
+        self.schedule = schedule
+        self.capacity = capacity
+        self.rows: dict[tuple[int, int, int], Row] = {}
+        self.position: dict[int, int] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Append k, v [B, Hkv, S, D] to `layer` and return the attention of q [B, H, S, D] over it."""
+        batch, heads, steps, _ = q.shape
+        kv_heads = k.shape[1]
+        out = torch.empty_like(q)
+        for b in range(batch):
+            for h in range(kv_heads):
+                new = Row(k[b, h], v[b, h], torch.ones(steps, dtype=torch.float32, device=k.device))
+                old = self.rows.get((b, layer, h))
+                row = new if old is None else Row(*(torch.cat(pair) for pair in zip(old, new, strict=True)))
+                for g in range(h * heads // kv_heads, (h + 1) * heads // kv_heads):
+                    out[b, g] = attend_row(q[b, g], row, scale, causal_tail=steps)
+                self.rows[b, layer, h] = row
+        return out
+
+    def finish_step(self, tokens: int) -> None:
+        """Advance the positions by `tokens` and compact the rows that are full."""
+        for key, row in self.rows.items():
+            slots = row.keys.shape[0]
+            if slots < self.capacity:
+                continue
+            if tokens == 1:
+                self.rows[key] = merge_row(row, slots - self.schedule.budget, self.schedule)
+            else:
+                self.rows[key] = compress_row(row, self.schedule)
+        for b in {b for b, _, _ in self.rows}:
+            self.position[b] = self.position.get(b, 0) + tokens

@@ -1,0 +1,19 @@
+"""Close the step: ckv::compact_ advances the counters after the last layer and compacts the rows that are full."""
+
+import dataclasses
+
+import torch
+from torch.fx import GraphModule
+
+from ckv_compile.cache import CacheState
+from ckv_compile.ops import compact_
+from ckv_compile.schedule import Schedule
+
+
+def insert_compaction(graph: GraphModule, schedule: Schedule) -> int:
+    """Add one guarded compaction before the output of a graph of (input_ids, *state)."""
+    input_ids, *state = (node for node in graph.graph.nodes if node.op == "placeholder")
+    with graph.graph.inserting_before(graph.graph.output_node()):
+        steps = graph.graph.call_function(torch.ops.aten.sym_size.int, (input_ids, 1))
+        graph.graph.call_function(compact_, (*CacheState(*state), steps), dataclasses.asdict(schedule))
+    return 1
