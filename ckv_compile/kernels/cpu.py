@@ -72,23 +72,22 @@ def decode_attention(
         ValueError: if shapes, dtypes or memory layouts do not fit together.
         RuntimeError: if a row has no free slot; nothing has been written then.
     """
-    rows, layers, kv_heads, capacity, dim = keys.shape
-    heads, dtype = q.shape[1], q.dtype
-    if (
-        q.shape != (rows, heads, 1, dim)
-        or k.shape != (rows, kv_heads, 1, dim)
-        or v.shape != k.shape
-        or values.shape != keys.shape
-        or degree.shape != keys.shape[:-1]
-        or fill.shape != (rows,)
-        or heads % kv_heads
-        or dim % 8
-        or not 0 <= layer < layers
+    rows, layers, kv_heads, capacity, dim = cache_shape = keys.shape
+    dtype, new_shape, heads = q.dtype, (rows, kv_heads, 1, dim), q.shape[1]
+    if not (
+        values.shape == cache_shape
+        and degree.shape == (rows, layers, kv_heads, capacity)
+        and q.shape == (rows, heads, 1, dim)
+        and k.shape == new_shape
+        and v.shape == new_shape
+        and fill.shape == (rows,)
+        and heads % kv_heads == dim % 8 == 0
+        and 0 <= layer < layers
     ):
         shapes = [tuple(t.shape) for t in (q, k, v, keys, values, degree, fill)]
-        raise ValueError(f"decode_attention cannot serve layer {layer} with q, k, v, keys, values, degree, fill {shapes}")
+        raise ValueError(f"cannot serve layer {layer} with q, k, v, keys, values, degree, fill of {shapes}")
     if not (k.dtype == v.dtype == keys.dtype == values.dtype == dtype):
-        raise ValueError(f"q, k, v, keys and values must share one dtype; q has {dtype}, keys has {keys.dtype}")
+        raise ValueError(f"q, k, v, keys, values must share one dtype, got {dtype} q and {keys.dtype} keys")
     if degree.dtype != torch.float32 or fill.dtype != torch.int64:
         raise ValueError(f"degree must be float32 and fill int64, got {degree.dtype} and {fill.dtype}")
     if not (keys.is_contiguous() and values.is_contiguous() and degree.is_contiguous()):
@@ -123,9 +122,10 @@ def decode_attention(
     return out
 
 
+@cache
 def _kernels() -> dict[torch.dtype, Callable[..., int]]:
     """The compiled functions by dtype; empty if they cannot be built."""
-    with _build_lock:
+    with _build_lock:  # for threads that arrive before the first result is cached
         return _build()
 
 
@@ -136,7 +136,7 @@ def _build() -> dict[torch.dtype, Callable[..., int]]:
 
         library = CppCodeCache.load(_SOURCE.read_text(), extra_flags=_FLAGS)
         functions = {dtype: getattr(library, symbol) for dtype, symbol in _SYMBOLS.items()}
-    except Exception as error:  # a missing compiler, a failed build, a torch that changed: all end in the fallback
+    except Exception as error:  # no compiler, a failed build, another torch: all end in the fallback
         _log.warning("no CPU decode kernel, using the PyTorch form instead: %s", error)
         return {}
     for function in functions.values():

@@ -5,8 +5,8 @@
 //
 // The work is cut into tasks of one row, one KV head and at most kSplit slots. A task reads its keys and its
 // values once, for all query heads of its KV head, and leaves a partial result (weighted values, maximum,
-// sum of weights) that a second loop combines. The cut depends on nothing but the fill of the row, so the
-// result of a row has the same bits in any batch and with any number of threads.
+// sum of weights); the last task of a KV head to finish combines them. The cut depends on nothing but the
+// fill of the row, so the result of a row has the same bits in any batch and with any number of threads.
 //
 // Vectors are those of GCC and Clang, so one source serves AVX-512, AVX2, SSE and NEON. The code is safe
 // under -ffast-math: it neither makes nor tests for infinities and NaNs.
@@ -39,10 +39,11 @@ constexpr int kHeads = 4;  // query heads worked on at once: 32 vector registers
 constexpr int kHeads = 3;
 #endif
 
-constexpr int64_t kSplit = 256;        // slots per task
-constexpr int64_t kValueBlock = 32;    // slots whose values stay in the L1 cache while all heads use them
-constexpr int64_t kSerialWork = 65536; // with fewer key elements than this, threads cost more than they save
-constexpr float kLowest = -3.0e38f;    // stands for minus infinity
+constexpr int64_t kSplit = 128;         // slots per task
+constexpr int64_t kValueBlock = 8;      // slots whose values stay in the L1 cache while all heads use them
+constexpr int64_t kAhead = 4096;        // bytes to prefetch ahead of use
+constexpr int64_t kSerialWork = 65536;  // with fewer key elements than this, threads cost more than they save
+constexpr float kLowest = -3.0e38f;     // stands for minus infinity
 
 // ---------------------------------------------------------------------------------------------- vectors
 
@@ -105,7 +106,8 @@ inline Vec<16>::F pair_sums(Vec<16>::F a, Vec<16>::F b) {
          CKV_SHUFFLE(16, a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-// Lane i of the result is the sum of the lanes of x[i], for N = 4, 8 or 16 vectors.
+// Folds N vectors into one: W / N partial sums of x[0], then those of x[1], and so on. With as many vectors
+// as lanes, in one go or in two, lane i is the sum of x[i].
 template <int N, typename F>
 inline F lane_sums(const F* x) {
   if constexpr (N == 2) {
@@ -115,6 +117,11 @@ inline F lane_sums(const F* x) {
   } else {
     return pair_sums(lane_sums<N / 2>(x), lane_sums<N / 2>(x + N / 2));
   }
+}
+
+inline void prefetch(const void* from, int64_t bytes) {
+  const char* at = static_cast<const char*>(from);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
 }
 
 // exp(x) for x <= 0, to 1 or 2 units in the last place; e^-87 below x = -87.
@@ -286,15 +293,22 @@ struct Step {
     const T* q_heads = q + (row * kv_heads + kv_head) * group * dim;
     for (int64_t d = 0; d < group * dim; d += W) store<W>(query + d, load<W>(q_heads + d) * scale);
 
-    for (int64_t i = 0; i < count; i += W) {
+    const int64_t row_bytes = dim * sizeof(T);
+    const int64_t ahead = kAhead / row_bytes;  // in slots
+    for (int64_t i = 0; i < count; i += W) {  // near its end, this loop prefetches the first values
+      const int64_t soon = i + ahead;
+      prefetch(soon < count ? key + soon * dim : value + (soon - count) * dim, W * row_bytes);
       for_heads(group, [&](int64_t h, auto heads) {
         score_slots<T, W, heads()>(query + h * dim, key + i * dim, dim, std::min<int64_t>(W, count - i),
                                    scores + h * kSplit + i);
       });
     }
-    for (int64_t h = 0; h < group; ++h) weigh<W>(n, count, scores + h * kSplit, result.max + h, result.total + h);
+    for (int64_t h = 0; h < group; ++h)
+      weigh<W>(n, count, scores + h * kSplit, result.max + h, result.total + h);
     std::fill(result.sums, result.sums + group * dim, 0.0f);
-    for (int64_t i = 0; i < count; i += kValueBlock) {
+    for (int64_t i = 0; i < count; i += kValueBlock) {  // and this one the keys of the next task
+      const int64_t soon = i + ahead;
+      prefetch(soon < count ? value + soon * dim : key + soon * dim, kValueBlock * row_bytes);
       for_heads(group, [&](int64_t h, auto heads) {
         add_values<T, W, heads()>(scores + h * kSplit + i, n + i, value + i * dim, dim,
                                   std::min(kValueBlock, count - i), result.sums + h * dim);
@@ -309,7 +323,8 @@ struct Step {
     const int64_t count = splits(row);
     for (int64_t h = 0; h < group; ++h) {
       float max = kLowest, total = 0.0f;
-      for (int64_t s = 0; s < count; ++s) max = std::max(max, partial_at(partials + s * partial_size()).max[h]);
+      for (int64_t s = 0; s < count; ++s)
+        max = std::max(max, partial_at(partials + s * partial_size()).max[h]);
       for (int64_t s = 0; s < count; ++s) {
         const Partial part = partial_at(partials + s * partial_size());
         part.max[h] = std::exp(part.max[h] - max);  // from here on, the weight of this part
@@ -329,34 +344,35 @@ struct Step {
 
   template <int W>
   void run(int threads) const {
-    int64_t most_splits = 0, keys_read = 0;
+    int64_t tasks = 0, keys_read = 0;
     for (int64_t row = 0; row < batch; ++row) {
-      most_splits = std::max(most_splits, splits(row));
+      tasks += kv_heads * splits(row);
       keys_read += kv_heads * (fill[row] + 1);
     }
-    const int64_t tasks = batch * kv_heads * most_splits;
 
     // Kept from call to call, so that a step allocates nothing; 16 floats more, to align it to a cache line.
     static thread_local std::vector<float> arena;
+    static thread_local std::vector<int64_t> counters;
     const size_t needed = threads * scratch_size() + tasks * partial_size() + 16;
     if (arena.size() < needed) arena.resize(needed);
+    counters.assign(batch * kv_heads, 0);
     const uintptr_t start = (reinterpret_cast<uintptr_t>(arena.data()) + 63) / 64 * 64;
-    float* const memory = reinterpret_cast<float*>(start);
-    float* const partials = memory + threads * scratch_size();
+    float* const scratch = reinterpret_cast<float*>(start);
+    float* const partials = scratch + threads * scratch_size();
+    int64_t* const finished = counters.data();  // splits done, of each row and KV head
 
-#pragma omp parallel num_threads(threads) if (keys_read * dim > kSerialWork)
-    {
-      float* const scratch = memory + thread_index() * scratch_size();
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t task = 0; task < tasks; ++task) {
-        const int64_t split = task % most_splits, head = task / most_splits;
-        const int64_t row = head / kv_heads, kv_head = head % kv_heads;
-        if (split < splits(row))
-          attend<W>(row, kv_head, split, scratch, partial_at(partials + task * partial_size()));
-      }
-#pragma omp for schedule(static)
-      for (int64_t head = 0; head < batch * kv_heads; ++head)
-        combine<W>(head / kv_heads, head % kv_heads, partials + head * most_splits * partial_size());
+    // Static, so that a thread reads on where its last task ended. There is no barrier but the one that ends
+    // the loop: whoever finishes the last split of a KV head combines its parts, in the order of the splits.
+#pragma omp parallel for schedule(static) num_threads(threads) if (keys_read * dim > kSerialWork)
+    for (int64_t task = 0; task < tasks; ++task) {
+      int64_t row = 0, row_start = 0;
+      while (task >= row_start + kv_heads * splits(row)) row_start += kv_heads * splits(row++);
+      const int64_t count = splits(row);
+      const int64_t kv_head = (task - row_start) / count, split = (task - row_start) % count;
+      attend<W>(row, kv_head, split, scratch + thread_index() * scratch_size(),
+                partial_at(partials + task * partial_size()));
+      if (__atomic_add_fetch(&finished[row * kv_heads + kv_head], 1, __ATOMIC_ACQ_REL) == count)
+        combine<W>(row, kv_head, partials + (task - split) * partial_size());
     }
   }
 };
@@ -383,14 +399,14 @@ int64_t decode(const Step<T>& step, int threads) {
 //   keys, values [batch, layers, kv_heads, capacity, dim]; degree [batch, layers, kv_heads, capacity]
 // `dim` is a multiple of 8. Returns 0; row + 1 if that row has no free slot (nothing is written then); -1 if
 // there is no memory.
-#define CKV_DECODE(NAME, T)                                                                                   \
-  extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree,              \
-                          const int64_t* fill, T* out, int64_t batch, int64_t layers, int64_t layer,          \
-                          int64_t kv_heads, int64_t group, int64_t capacity, int64_t dim, float scale,        \
-                          int threads) {                                                                      \
-    return decode(Step<T>{q, k, v, keys, values, out, degree, fill, batch, layers, layer, kv_heads, group,    \
-                          capacity, dim, scale},                                                              \
-                  threads);                                                                                   \
+#define CKV_DECODE(NAME, T)                                                                              \
+  extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree,         \
+                          const int64_t* fill, T* out, int64_t batch, int64_t layers, int64_t layer,     \
+                          int64_t kv_heads, int64_t group, int64_t capacity, int64_t dim, float scale,   \
+                          int threads) {                                                                 \
+    return decode(Step<T>{q, k, v, keys, values, out, degree, fill, batch, layers, layer, kv_heads,      \
+                          group, capacity, dim, scale},                                                  \
+                  threads);                                                                              \
   }
 
 CKV_DECODE(ckv_decode_float32, float)

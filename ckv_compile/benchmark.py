@@ -1,0 +1,278 @@
+"""Time per token, prefill and cache size beside transformers' own caches: python -m ckv_compile.benchmark
+
+All methods run in one process on the same prompt, in turn, for several rounds; times are medians over the tokens of
+all rounds. The floor of a step is (weight bytes + cache bytes) / (bandwidth measured in the same run).
+"""
+
+import argparse
+import json
+import platform
+import pydoc_data.topics
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from tabulate import tabulate
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, StoppingCriteria
+from transformers.cache_utils import Cache
+
+from ckv_compile.cache import ClusteredCache
+from ckv_compile.loading import SMOLLM2, load_model
+from ckv_compile.model import CKVForCausalLM, transform
+
+FLAT_CONTEXTS = (2048, 8192, 32768)
+FLAT_LAYERS = 6
+
+
+class Timing(NamedTuple):
+    """One run of generate()."""
+
+    prefill: float  # seconds to the first token
+    steps: list[float]  # seconds from token to token
+    cache_bytes: int
+
+
+class _Clock(StoppingCriteria):  # type: ignore[misc]
+    """Notes the time of every token; never stops."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options: Any) -> Timing:
+    """Generate exactly `tokens` tokens greedily after `prompt` [1, S] and time each."""
+    clock = _Clock()
+    start = time.perf_counter()
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        stopping_criteria=[clock],
+        **options,
+    )
+    times = clock.times
+    steps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    return Timing(times[0] - start, steps, cache_bytes(output.get("cache", output.get("past_key_values"))))
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of keys and values (and degrees) that a cache holds."""
+    if isinstance(cache, ClusteredCache):
+        return cache.nbytes()
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def bandwidth() -> float:
+    """Bytes per second at which this machine reads memory: a sum over 512 MiB, the best of ten."""
+    data = torch.ones(128 * 2**20)
+    best = float("inf")
+    for _ in range(10):
+        start = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - start)
+    return data.numel() * data.element_size() / best
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that one decode step reads; an embedding that is not tied to the head is only looked up."""
+    unique = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+    total = sum(parameter.numel() * parameter.element_size() for parameter in unique.values())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding.data_ptr() != head.data_ptr():
+        total -= embedding.numel() * embedding.element_size()
+    return total
+
+
+def text_prompt(tokenizer: Any, length: int) -> Tensor:
+    """The first `length` tokens [1, length] of the language reference that ships with CPython."""
+    ids = tokenizer("\n".join(pydoc_data.topics.topics.values()), return_tensors="pt").input_ids
+    if ids.shape[1] < length:
+        raise SystemExit(f"the text has only {ids.shape[1]} tokens; ask for a shorter context than {length}")
+    return ids[:, :length]  # type: ignore[no-any-return]
+
+
+def compare(source: str, dtype: torch.dtype, context: int, budget: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Time transformers' caches and ours on one model, in turn."""
+    model, tokenizer = load_model(source, dtype)
+    prompt = text_prompt(tokenizer, context)
+    compiled = CompileConfig(fullgraph=True, dynamic=False, mode="default")
+    compiled._compile_all_devices = True  # transformers compiles a static cache on accelerators only, unless told
+    ours = transform(model, budget=budget)
+    start = time.perf_counter()
+    ours.warm_up()
+    compile_seconds = time.perf_counter() - start
+    half = transform(model, budget=context // 2)
+    half.warm_up()
+    methods: dict[str, Callable[[int], Timing]] = {
+        "transformers, dynamic cache": lambda n: time_generate(model, prompt, n),
+        "transformers, static cache": lambda n: time_generate(
+            model, prompt, n, cache_implementation="static", disable_compile=True
+        ),
+        "transformers, static cache, compiled": lambda n: time_generate(
+            model, prompt, n, cache_implementation="static", compile_config=compiled
+        ),
+        f"ckv_compile, {context // 2} slots": lambda n: time_generate(half, prompt, n),
+        f"ckv_compile, {budget} slots": lambda n: time_generate(ours, prompt, n),
+    }
+    speed = bandwidth()
+    floor_weights = weight_bytes(model)
+    rows = []
+    timings: dict[str, list[Timing]] = {name: [] for name in methods}
+    for round_ in range(rounds):
+        for name, run in methods.items():
+            timings[name].append(run(tokens))
+            _progress(f"{dtype} round {round_ + 1}/{rounds}: {name}")
+    for name, runs in timings.items():
+        steps = _settled(runs)
+        cache = runs[0].cache_bytes
+        rows.append(
+            {
+                "method": name,
+                "prefill_s": statistics.median(run.prefill for run in runs),
+                "ms_per_token": 1e3 * statistics.median(steps),
+                "p90_ms": 1e3 * statistics.quantiles(steps, n=10)[-1],
+                "cache_mb": cache / 1e6,
+                "floor_ms": 1e3 * (floor_weights + cache) / speed,
+            }
+        )
+    return {
+        "dtype": str(dtype),
+        "context": context,
+        "tokens": tokens,
+        "rounds": rounds,
+        "bandwidth_gb_s": speed / 1e9,
+        "weights_mb": floor_weights / 1e6,
+        "compile_s": compile_seconds,
+        "bare_step_ms": 1e3 * _bare_step(ours, prompt),
+        "rows": rows,
+    }
+
+
+def flatness(source: str, budget: int, tokens: int) -> list[dict[str, float]]:
+    """Time per token against context at one budget: random weights in the model's shape, with fewer layers."""
+    config = load_model(source)[0].config
+    config.num_hidden_layers = FLAT_LAYERS
+    config.max_position_embeddings = max(FLAT_CONTEXTS) + tokens
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ours = transform(model, budget=budget)
+    ours.warm_up()
+    rows = []
+    for context in FLAT_CONTEXTS:
+        timing = time_generate(ours, torch.randint(0, config.vocab_size, (1, context)), tokens)
+        rows.append({"context": context, "ms_per_token": 1e3 * statistics.median(timing.steps)})
+        _progress(f"flatness: {context} tokens of context")
+    return rows
+
+
+def _bare_step(model: CKVForCausalLM, prompt: Tensor) -> float:
+    """Median seconds of a decode step without transformers' loop around it."""
+    output = model(prompt)
+    cache = output.get("cache", output.get("past_key_values"))
+    steps = []
+    for _ in range(50):
+        start = time.perf_counter()
+        model(prompt[:, :1], past_key_values=cache)
+        steps.append(time.perf_counter() - start)
+    return statistics.median(steps)
+
+
+def _settled(runs: Iterable[Timing]) -> list[float]:
+    """The step times of all runs without each run's first two, which compile or warm up."""
+    return [step for run in runs for step in run.steps[2:]]
+
+
+def _progress(message: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {message}", flush=True)
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result as text: one table a dtype, and the flatness table."""
+    parts = [", ".join(f"{name} {value}" for name, value in result["machine"].items())]
+    for run in result["runs"]:
+        base = {row["method"]: row["ms_per_token"] for row in run["rows"]}
+        dynamic, compiled = base["transformers, dynamic cache"], base["transformers, static cache, compiled"]
+        table = [
+            [
+                row["method"],
+                f"{row['prefill_s']:.1f}",
+                f"{row['ms_per_token']:.1f}",
+                f"{row['p90_ms']:.1f}",
+                f"{dynamic / row['ms_per_token']:.1f}x",
+                f"{compiled / row['ms_per_token']:.1f}x",
+                f"{row['cache_mb']:.0f}",
+                f"{row['floor_ms']:.1f}",
+                f"{row['ms_per_token'] / row['floor_ms']:.2f}",
+            ]
+            for row in run["rows"]
+        ]
+        heads = ["method", "prefill s", "ms/token", "p90", "vs dynamic", "vs compiled static", "cache MB", "floor ms"]
+        parts.append(
+            f"{run['dtype']}, {run['context']} tokens of context, {run['tokens']} tokens x {run['rounds']} rounds, "
+            f"{run['bandwidth_gb_s']:.1f} GB/s, weights {run['weights_mb']:.0f} MB, "
+            f"compile {run['compile_s']:.0f} s, bare step {run['bare_step_ms']:.1f} ms"
+        )
+        parts.append(tabulate(table, headers=[*heads, "x floor"], tablefmt="github", disable_numparse=True))
+    if result.get("flatness"):
+        rows = [[row["context"], f"{row['ms_per_token']:.2f}"] for row in result["flatness"]]
+        parts.append(f"time per token against context at one budget, {FLAT_LAYERS} layers, random weights")
+        parts.append(tabulate(rows, headers=["context", "ms/token"], tablefmt="github", disable_numparse=True))
+    return "\n\n".join(parts)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def main() -> None:
+    """Parse the command line, run, print the tables, and write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=SMOLLM2, help="hub id, folder or GGUF file (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=8000, help="prompt tokens (default: %(default)s)")
+    parser.add_argument("--budget", type=int, default=2048, help="slots per KV head (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each method (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--no-flatness", action="store_true", help="leave out the table over contexts")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    result: dict[str, Any] = {
+        "machine": {
+            "cpu": _cpu_name(),
+            "threads": args.threads,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "model": args.model,
+            "date": time.strftime("%Y-%m-%d"),
+        },
+        "runs": [
+            compare(args.model, getattr(torch, name), args.context, args.budget, args.tokens, args.rounds)
+            for name in args.dtypes
+        ],
+        "flatness": [] if args.no_flatness else flatness(args.model, args.budget, args.tokens),
+    }
+    print(report(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
