@@ -5,6 +5,7 @@ all rounds. The floor of a step is (weight bytes + cache bytes) / (bandwidth mea
 """
 
 import argparse
+import itertools
 import json
 import platform
 import pydoc_data.topics
@@ -63,7 +64,7 @@ def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options
         **options,
     )
     times = clock.times
-    steps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(times)]
     return Timing(times[0] - start, steps, cache_bytes(output.get("cache", output.get("past_key_values"))))
 
 
@@ -89,7 +90,7 @@ def bandwidth() -> float:
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of weights that one decode step reads; an embedding that is not tied to the head is only looked up."""
     unique = {parameter.data_ptr(): parameter for parameter in model.parameters()}
-    total = sum(parameter.numel() * parameter.element_size() for parameter in unique.values())
+    total: int = sum(parameter.numel() * parameter.element_size() for parameter in unique.values())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if embedding.data_ptr() != head.data_ptr():
         total -= embedding.numel() * embedding.element_size()

@@ -49,7 +49,7 @@ class CacheState(NamedTuple):
         return CacheState(*(tensor[index : index + 1] for tensor in self))
 
 
-class ClusteredCache(Cache):
+class ClusteredCache(Cache):  # type: ignore[misc]
     """A clustered KV cache of fixed size, passed and returned as transformers' cache.
 
     Holds `state` (see `CacheState`) and the number of columns it has processed. `reset()` empties it for the next

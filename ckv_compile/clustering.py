@@ -1,11 +1,10 @@
 """Chunked soft matching over many rows at once: the PyTorch form that the ops run on the CPU.
 
-The same method as `reference.merge_row`, with every row of a layer in one batch. Rows are independent: a row's
-result does not depend on its neighbours.
+The same method as in `reference.py`, with every row of a layer in one batch. Rows are independent: a row's result does
+not depend on its neighbours.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ckv_compile.reference import accumulator_dtype
@@ -16,27 +15,33 @@ def match(keys: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
     """Find for every slot of set A its most similar partner in set B of the same chunk.
 
     Args:
-        keys: [R, n, D], any floating dtype.
+        keys: [R, n, D] float32 or float64.
 
     Returns:
         similarity [R, |A|] (cosine, -inf where a chunk has no B) and partner [R, |A|] int64, counted in B.
         Slot `n_sink + 2 i` is element i of A, slot `n_sink + 2 j + 1` element j of B.
     """
-    middle = keys[:, schedule.n_sink : keys.shape[1] - schedule.n_recent].to(accumulator_dtype(keys.dtype))
-    unit = middle / middle.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(middle.dtype).tiny)
-    set_a, set_b = unit[:, 0::2], unit[:, 1::2]
-    half = schedule.chunk_size // 2
-    chunks = -(-set_a.shape[1] // half)
-    padding = chunks * half - set_b.shape[1]
-    chunked_a = F.pad(set_a, (0, 0, 0, chunks * half - set_a.shape[1])).unflatten(1, (chunks, half))
-    chunked_b = F.pad(set_b, (0, 0, 0, padding)).unflatten(1, (chunks, half))
-    similarity = chunked_a @ chunked_b.mT  # [R, chunks, c/2, c/2]
-    if padding:
-        similarity[:, -1, :, half - padding :] = float("-inf")
-    best, partner = similarity.max(dim=-1)  # the first maximum: the lower slot
-    partner = partner + half * torch.arange(chunks, device=keys.device)[:, None]
-    count = set_a.shape[1]
-    return best.flatten(1)[:, :count], partner.flatten(1)[:, :count]
+    middle = keys[:, schedule.n_sink : keys.shape[1] - schedule.n_recent]
+    inverse_norm = middle.norm(dim=-1).clamp_min(torch.finfo(keys.dtype).tiny).reciprocal()
+    whole = middle.shape[1] // schedule.chunk_size * schedule.chunk_size
+    parts = []  # the whole chunks in one batch, then the short one at the end
+    for start, stop in ((0, whole), (whole, middle.shape[1])):
+        if start == stop:
+            continue
+        chunks = max(1, (stop - start) // schedule.chunk_size)
+        chunked, inverse = (t[:, start:stop].unflatten(1, (chunks, -1)) for t in (middle, inverse_norm))
+        set_b = chunked[:, :, 1::2]
+        if set_b.shape[2] == 0:
+            similarity = inverse.new_full((keys.shape[0], 1), float("-inf"))
+            parts.append((similarity, torch.zeros_like(similarity, dtype=torch.int64)))
+            continue
+        product = chunked[:, :, 0::2] @ set_b.mT * inverse[:, :, None, 1::2]  # [R, chunks, |A|, |B|]
+        best, partner = product.max(dim=-1)  # the first maximum: the lower slot
+        first = start // 2 + set_b.shape[2] * torch.arange(chunks, device=keys.device)  # of each chunk, counted in B
+        parts.append(((best * inverse[:, :, 0::2]).flatten(1), (partner + first[:, None]).flatten(1)))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part[0] for part in parts], dim=1), torch.cat([part[1] for part in parts], dim=1)
 
 
 def merge(
@@ -45,37 +50,51 @@ def merge(
     """Run one clustering round on every row: merge the `merges` most similar matches of each.
 
     Args:
-        keys, values: [R, n, D] any floating dtype.
+        keys, values: [R, n, D] float32 or float64, contiguous.
         degree: [R, n] float32, all positive.
         merges: slots that disappear from each row; at most `schedule.mergeable(n)`.
 
     Returns:
-        keys, values [R, n - merges, D] and degree [R, n - merges]. Sums are taken in float32 (float64 for float64);
-        a slot that took part in no merge keeps its bits.
+        keys, values [R, n - merges, D] and degree [R, n - merges]. A slot that took part in no merge keeps its bits.
     """
     rows, slots, dim = keys.shape
     similarity, partner = match(keys, schedule)
     ranked = similarity.sort(dim=-1, descending=True, stable=True).indices[:, :merges]  # [R, m] ties: lower slot
-    gone = schedule.n_sink + 2 * ranked  # [R, m] slots of A that disappear
-    joined = schedule.n_sink + 2 * partner.gather(1, ranked) + 1  # [R, m] slots of B that take them up
+    row_start = slots * torch.arange(rows, device=keys.device)[:, None] + schedule.n_sink
+    gone = (row_start + 2 * ranked).flatten()  # [R * m] slots of A that disappear
+    joined = (row_start + 2 * partner.gather(1, ranked) + 1).flatten()  # [R * m] slots of B that take them up
 
-    # Every total starts from the slot's own degree, so total > degree marks exactly the slots that took something up.
-    total = degree.scatter_add(1, joined, degree.gather(1, gone))  # [R, n]
-    grown = (total > degree)[..., None]
-    survives = torch.ones_like(degree, dtype=torch.bool).scatter_(1, gone, False)
-    kept = survives.nonzero()[:, 1].view(rows, slots - merges)
+    survives = torch.ones(rows * slots, dtype=torch.bool, device=keys.device).index_fill_(0, gone, False)
+    kept = survives.nonzero()[:, 0]  # [R * (n - m)]
+    target = (survives.cumsum(0) - 1)[joined]  # where the slots that take up stand among the kept ones
+    weight = degree.flatten()
+    total = weight.index_add(0, joined, weight[gone])
 
-    def mean(tensor: Tensor) -> Tensor:
-        wide = tensor.to(accumulator_dtype(tensor.dtype)) * degree[..., None]
-        taken = wide.gather(1, gone[..., None].expand(-1, -1, dim))
-        centroid = wide.scatter_add(1, joined[..., None].expand(-1, -1, dim), taken) / total[..., None]
-        return torch.where(grown, centroid.to(tensor.dtype), tensor).gather(1, kept[..., None].expand(-1, -1, dim))
+    def fold(tensor: Tensor) -> Tensor:
+        flat = tensor.view(-1, dim)
+        out = flat.index_select(0, kept)
+        # A slot that takes up several is written several times, each time with the same number.
+        out.index_copy_(0, target, flat[joined] * weight[joined, None])
+        out.scatter_add_(0, target[:, None].expand(-1, dim), flat[gone] * weight[gone, None])
+        out.index_copy_(0, target, out[target] / total[joined, None])
+        return out.view(rows, slots - merges, dim)
 
-    return mean(keys), mean(values), total.gather(1, kept)
+    return fold(keys), fold(values), total[kept].view(rows, slots - merges)
 
 
-def compress(keys: Tensor, values: Tensor, degree: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor, Tensor]:
-    """Bring rows [R, n, D] within budget by the annealed rounds of the schedule."""
-    for merges in schedule.rounds(keys.shape[1]):
-        keys, values, degree = merge(keys, values, degree, merges, schedule)
-    return keys, values, degree
+def compress(
+    keys: Tensor, values: Tensor, degree: Tensor, rounds: tuple[int, ...], schedule: Schedule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run clustering rounds that merge `rounds` slots of every row, one after the other.
+
+    Args:
+        keys, values: [R, n, D], any floating dtype; they are widened once and rounded once.
+        degree: [R, n] float32, all positive.
+        rounds: slots to merge in each round.
+        schedule: what is protected, and the chunks.
+    """
+    wide = accumulator_dtype(keys.dtype)
+    state = (keys.to(wide).contiguous(), values.to(wide).contiguous(), degree)
+    for merges in rounds:
+        state = merge(*state, merges, schedule)
+    return state[0].to(keys.dtype), state[1].to(values.dtype), state[2]

@@ -66,7 +66,7 @@ class CKVConfig:
         for name in ("r_init", "r_decay", "r_min"):
             _check_number(name, getattr(self, name))
         if not 0.0 < self.r_init <= 1.0:
-            raise ConfigError(f"r_init={self.r_init!r} must lie in (0, 1]: it is the share of set A that a round merges")
+            raise ConfigError(f"r_init={self.r_init!r} must lie in (0, 1]: the share of set A that a round merges")
         if not 0.0 < self.r_min <= self.r_init:
             raise ConfigError(f"r_min={self.r_min!r} must lie in (0, r_init={self.r_init!r}]")
         if self.r_decay < 0.0:

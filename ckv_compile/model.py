@@ -4,7 +4,7 @@ import contextlib
 import copy
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def transform(
     model: PreTrainedModel,
     config: CKVConfig | None = None,
     *,
-    compile: str = "inductor",  # noqa: A002  (the word that users look for)
+    compile: str = "inductor",
     **options: Any,
 ) -> "CKVForCausalLM":
     """Return a model that generates with a clustered KV cache of fixed size.
@@ -181,6 +181,16 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             return logits, cache
         return CausalLMOutputWithPast(logits=logits, **{_CACHE_NAME: cache})
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CKVForCausalLM":
+        """Refuse to move or cast: the programs are made for the weights as they are, which the original shares."""
+        probe = fn(torch.empty(0, dtype=self.cache_shape.dtype, device=self.cache_shape.device))
+        if probe.dtype != self.cache_shape.dtype or probe.device != self.cache_shape.device:
+            raise UnsupportedModelError(
+                f"a compiled model cannot be moved or cast (to {probe.dtype} on {probe.device}): "
+                "move or cast the original model, then transform() it again"
+            )
+        return self
+
     def _advance(self, input_ids: Tensor, attention_mask: Tensor | None, cache: ClusteredCache) -> Tensor:
         batch, steps = input_ids.shape
         if steps == 1:
@@ -201,7 +211,7 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             program = self._decode_programs[batch]
         else:
             if self._prefill_program is None:
-                self._prefill_program = prefill_program(self._rewritten, self.ckv_config, self._mode)
+                self._prefill_program = prefill_program(self._rewritten, self.ckv_config)
             program = self._prefill_program
         return program(input_ids, *state)[0]
 
@@ -220,7 +230,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def _check_cache(self, cache: ClusteredCache, input_ids: Tensor) -> None:
         if not isinstance(cache, ClusteredCache):
             raise InputError(
-                f"a compiled model cannot continue a {type(cache).__name__}: pass a cache that it returned, or new_cache()"
+                f"a compiled model cannot continue a {type(cache).__name__}: pass a cache that it returned, or "
+                "new_cache()"
             )
         keys = cache.state.keys
         expected = (*self.cache_shape[:2], self.ckv_config.capacity, self.cache_shape.head_dim)
@@ -302,7 +313,9 @@ def _check_model(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"transform() takes a transformers PreTrainedModel, got {type(model).__name__}")
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; only decoder-only models can be transformed")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder; only decoder-only models can be transformed"
+        )
     if not model.can_generate() or model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no language-model head: load it as a ...ForCausalLM")
     if not model._supports_sdpa:
@@ -314,6 +327,3 @@ def _check_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"the model lies on several devices ({', '.join(devices)}): move it to one first")
     if not devices[0].startswith("cpu"):
         raise UnsupportedModelError(f"the model lies on {devices[0]}: this version runs on the CPU only")
-
-
-

@@ -16,7 +16,7 @@ from ckv_compile.schedule import Schedule
 EXTEND_BLOCK = 512
 """Queries per block when a long turn attends to a filled cache: bounds the mask to [block, cache + new]."""
 
-_library = torch.library.Library("ckv", "DEF")  # noqa: TOR901  (lives as long as the module)
+_library = torch.library.Library("ckv", "DEF")
 _PLAN = "int budget, int n_sink, int n_recent, int chunk_size, float r_init, float r_decay, float r_min"
 _library.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, "
@@ -29,11 +29,7 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
-cached_attention = torch.ops.ckv.cached_attention.default
-compact_ = torch.ops.ckv.compact_.default
 
-
-@torch.library.impl(_library, "cached_attention", "CPU")
 def _cached_attention_cpu(
     q: Tensor,  # [B, H, S, D]
     k: Tensor,  # [B, Hkv, S, D]
@@ -53,7 +49,7 @@ def _cached_attention_cpu(
     r_min: float,
 ) -> Tensor:
     if q.shape[2] == 1:
-        if cpu.is_available(q.dtype):
+        if q.shape[3] % 8 == 0 and cpu.is_available(q.dtype):
             return cpu.decode_attention(q, k, v, keys, values, degree, fill, layer, scale)
         return _decode_attention(q, k, v, keys, values, degree, fill, layer, scale)
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
@@ -65,7 +61,6 @@ def _cached_attention_cpu(
     return out
 
 
-@torch.library.register_fake("ckv::cached_attention", lib=_library)
 def _cached_attention_fake(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, fill: Tensor, *_: object
 ) -> Tensor:
@@ -90,8 +85,7 @@ def _decode_attention(
     scale: float,
 ) -> Tensor:
     """One new token per row, in PyTorch: the form that the C++ kernel is tested against and falls back to."""
-    batch, heads, _, dim = q.shape
-    kv_heads = k.shape[1]
+    heads, dim, kv_heads = q.shape[1], q.shape[3], k.shape[1]
     out = _empty_output(q)
     for b, used in enumerate(fill.tolist()):
         if used >= keys.shape[3]:
@@ -113,10 +107,11 @@ def _extend_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, scale: float
 ) -> Tensor:
     """Attention of S new tokens [H, S, D] of one row over its `used` slots and causally over themselves."""
-    steps = q.shape[1]
+    steps, group = q.shape[1], q.shape[0] // k.shape[0]
     if used == 0:
-        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[0]
-    group = q.shape[0] // k.shape[0]
+        # The flash kernel is up to 10 % faster on contiguous, repeated heads; they live for one layer only.
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+        return F.scaled_dot_product_attention(q.contiguous()[None], k[None], v[None], is_causal=True, scale=scale)[0]
     all_keys = torch.cat([keys[:, :used], k], dim=1)[None]  # [1, Hkv, used + S, D]
     all_values = torch.cat([values[:, :used], v], dim=1)[None]
     log_degree = degree[:, :used].log().to(q.dtype).repeat_interleave(group, dim=0)  # [H, used]
@@ -138,9 +133,7 @@ def _extend_attention(
     return out
 
 
-def _append(
-    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, schedule: Schedule
-) -> None:
+def _append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, schedule: Schedule) -> None:
     """Put S new tokens [Hkv, S, D] of one row behind its `used` slots, compressed when they leave no free slot."""
     total, capacity = used + k.shape[1], keys.shape[1]
     if schedule.settle(total, capacity) == total:
@@ -152,6 +145,7 @@ def _append(
         torch.cat([keys[:, :used], k], dim=1) if used else k,
         torch.cat([values[:, :used], v], dim=1) if used else v,
         torch.cat([degree[:, :used], degree.new_ones(k.shape[:2])], dim=1),
+        schedule.rounds(total),
         schedule,
     )
     _store(merged, keys, values, degree)
@@ -164,7 +158,6 @@ def _store(merged: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, 
     degree[:, count:] = 0.0
 
 
-@torch.library.impl(_library, "compact_", "CPU")
 def _compact_cpu(
     keys: Tensor,
     values: Tensor,
@@ -190,9 +183,17 @@ def _compact_cpu(
             continue  # after several tokens the layers have compressed themselves
         for layer in range(keys.shape[1]):
             slots = (keys[b, layer], values[b, layer], degree[b, layer])
-            _store(clustering.merge(*slots, total - budget, schedule), *slots)
+            _store(clustering.compress(*slots, (total - budget,), schedule), *slots)
 
 
-@torch.library.register_fake("ckv::compact_", lib=_library)
 def _compact_fake(*_: object) -> None:
     return None
+
+
+_library.impl("cached_attention", _cached_attention_cpu, "CPU")
+_library.impl("compact_", _compact_cpu, "CPU")
+torch.library.register_fake("ckv::cached_attention", _cached_attention_fake, lib=_library)
+torch.library.register_fake("ckv::compact_", _compact_fake, lib=_library)
+
+cached_attention = torch.ops.ckv.cached_attention.default
+compact_ = torch.ops.ckv.compact_.default

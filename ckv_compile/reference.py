@@ -42,13 +42,12 @@ def match_row(keys: Tensor, schedule: Schedule) -> list[Match]:
     norm 0. Ties go to the lower slot.
 
     Args:
-        keys: [n, D], any floating dtype.
+        keys: [n, D] float32 or float64.
 
     Returns:
         The matches in slot order of `a`.
     """
-    wide = keys.to(accumulator_dtype(keys.dtype))
-    unit = wide / wide.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
+    unit = keys / keys.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(keys.dtype).tiny)
     matches: list[Match] = []
     end = keys.shape[0] - schedule.n_recent
     for start in range(schedule.n_sink, end, schedule.chunk_size):
@@ -81,21 +80,22 @@ def merge_row(row: Row, merges: int, schedule: Schedule) -> Row:
         clusters.setdefault(match.b, [match.b]).append(match.a)
     keys, values, degree = row.keys.clone(), row.values.clone(), row.degree.clone()
     for b, members in clusters.items():
-        weight = row.degree[members].to(accumulator_dtype(row.keys.dtype))
-        total = weight.sum()
-        keys[b] = ((weight[:, None] * row.keys[members]).sum(0) / total).to(keys.dtype)
-        values[b] = ((weight[:, None] * row.values[members]).sum(0) / total).to(values.dtype)
-        degree[b] = total
+        weight = row.degree[members]
+        keys[b] = (weight[:, None] * row.keys[members]).sum(0) / weight.sum()
+        values[b] = (weight[:, None] * row.values[members]).sum(0) / weight.sum()
+        degree[b] = weight.sum()
     gone = {match.a for match in ranked}
     kept = [slot for slot in range(row.keys.shape[0]) if slot not in gone]
     return Row(keys[kept], values[kept], degree[kept])
 
 
-def compress_row(row: Row, schedule: Schedule) -> Row:
-    """Bring a row within budget by the annealed rounds of the schedule."""
-    for merges in schedule.rounds(row.keys.shape[0]):
+def compress_row(row: Row, rounds: tuple[int, ...], schedule: Schedule) -> Row:
+    """Run clustering rounds on a row, in float32 or better; K and V are rounded to their dtype once, at the end."""
+    wide, dtype = accumulator_dtype(row.keys.dtype), row.keys.dtype
+    row = Row(row.keys.to(wide), row.values.to(wide), row.degree)
+    for merges in rounds:
         row = merge_row(row, merges, schedule)
-    return row
+    return Row(row.keys.to(dtype), row.values.to(dtype), row.degree)
 
 
 def attend_row(q: Tensor, row: Row, scale: float, causal_tail: int = 0) -> Tensor:
@@ -153,9 +153,7 @@ class CacheRows:
             slots = row.keys.shape[0]
             if slots < self.capacity:
                 continue
-            if tokens == 1:
-                self.rows[key] = merge_row(row, slots - self.schedule.budget, self.schedule)
-            else:
-                self.rows[key] = compress_row(row, self.schedule)
+            rounds = (slots - self.schedule.budget,) if tokens == 1 else self.schedule.rounds(slots)
+            self.rows[key] = compress_row(row, rounds, self.schedule)
         for b in {b for b, _, _ in self.rows}:
             self.position[b] = self.position.get(b, 0) + tokens

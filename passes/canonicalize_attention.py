@@ -6,6 +6,8 @@ The mask is not trusted: it is computed for concrete lengths and compared with t
 is anything else is refused.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -169,7 +171,7 @@ def _integers(node: Node) -> list[int]:
 
 def _evaluate(graph: GraphModule, target: Node, cone: set[Node], feed: dict[Node, Tensor]) -> Tensor:
     """Compute one node of the graph on the CPU from concrete placeholders."""
-    values: dict[Node, object] = {}
+    values: dict[Node, Any] = {}
     for node in graph.graph.nodes:
         if node not in cone:
             continue

@@ -22,17 +22,13 @@ def insert_cached_attention(graph: GraphModule, schedule: Schedule) -> int:
     """Replace canonical SDPA nodes, in graph order: the i-th one is layer i of the cache."""
     sites = _sites(graph)
     input_ids, position_ids = (node for node in graph.graph.nodes if node.op == "placeholder")
-    with graph.graph.inserting_after(position_ids):
-        state = CacheState(*reversed([graph.graph.placeholder(name) for name in reversed(CacheState._fields)]))
-    with graph.graph.inserting_after(state.position):
-        start = graph.graph.call_function(torch.ops.aten.unsqueeze.default, (state.position, 1))  # [B, 1]
-    with graph.graph.inserting_after(start):
-        steps = graph.graph.call_function(torch.ops.aten.sym_size.int, (input_ids, 1))
-    with graph.graph.inserting_after(steps):
-        device = tensor_meta(position_ids).device
-        offsets = graph.graph.call_function(torch.ops.aten.arange.default, (steps,), {"device": device})  # [S]
-    with graph.graph.inserting_after(offsets):
-        positions = graph.graph.call_function(torch.ops.aten.add.Tensor, (start, offsets))  # [B, S]
+    with graph.graph.inserting_before(position_ids.next):
+        state = [graph.graph.placeholder(name) for name in CacheState._fields]
+        call = graph.graph.call_function
+        start = call(torch.ops.aten.unsqueeze.default, (state[-1], 1))  # position [B, 1]
+        steps = call(torch.ops.aten.sym_size.int, (input_ids, 1))
+        offsets = call(torch.ops.aten.arange.default, (steps,), {"device": tensor_meta(position_ids).device})  # [S]
+        positions = call(torch.ops.aten.add.Tensor, (start, offsets))  # [B, S]
     position_ids.replace_all_uses_with(positions)
     graph.graph.erase_node(position_ids)
 
