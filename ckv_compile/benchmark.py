@@ -73,7 +73,7 @@ def cache_bytes(cache: Cache) -> int:
     if isinstance(cache, ClusteredCache):
         return cache.nbytes()
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def bandwidth() -> float:

@@ -83,7 +83,7 @@ class ClusteredCache(Cache):  # type: ignore[misc]
 
     def nbytes(self) -> int:
         """Bytes held by the keys, values and degrees."""
-        return sum(t.numel() * t.element_size() for t in (self.state.keys, self.state.values, self.state.degree))
+        return sum(tensor.nbytes for tensor in (self.state.keys, self.state.values, self.state.degree))
 
     def reset(self) -> None:
         """Empty the cache: nothing of what it held can be read again."""

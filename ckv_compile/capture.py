@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from ckv_compile.cache import CacheState
 from ckv_compile.errors import UnsupportedModelError
 
-DYNAMIC = Dim.DYNAMIC
 _EXAMPLE_BATCH, _EXAMPLE_STEPS = 2, 16
 
 
@@ -42,7 +41,7 @@ def capture(model: PreTrainedModel) -> GraphModule:
     """
     ids = torch.zeros(_EXAMPLE_BATCH, _EXAMPLE_STEPS, dtype=torch.int64, device=model.device)
     positions = torch.arange(_EXAMPLE_STEPS, device=model.device).repeat(_EXAMPLE_BATCH, 1)
-    both = {0: DYNAMIC, 1: DYNAMIC}
+    both = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
     wrapper = _Logits(model).train(model.training)
     try:
         with _sdpa_attention(model), torch.no_grad():
@@ -57,22 +56,10 @@ def capture(model: PreTrainedModel) -> GraphModule:
     return _to_module(program)
 
 
-def reexport(graph: GraphModule, input_ids: Tensor, state: CacheState, dynamic_steps: bool) -> ExportedProgram:
-    """Trace a rewritten graph again at the shapes of its arguments, so that every node has its final shape.
-
-    Args:
-        graph: takes (input_ids, *state).
-        input_ids: [B, S] example; B becomes static.
-        dynamic_steps: leave S dynamic (prefill) or fix it (decode).
-    """
-    shapes = ({1: DYNAMIC} if dynamic_steps else None, *(None for _ in state))
+def reexport(graph: GraphModule, input_ids: Tensor, state: CacheState) -> GraphModule:
+    """Trace a rewritten graph of (input_ids, *state) again at the shapes of its arguments, which become static."""
     with torch.no_grad():
-        return torch.export.export(graph, (input_ids, *state), dynamic_shapes=shapes, strict=False)
-
-
-def program_module(program: ExportedProgram) -> GraphModule:
-    """Return a program as a callable of (input_ids, *state) that shares its parameters."""
-    return _to_module(program)
+        return _to_module(torch.export.export(graph, (input_ids, *state), strict=False))
 
 
 def _to_module(program: ExportedProgram) -> GraphModule:

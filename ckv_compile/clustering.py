@@ -21,7 +21,7 @@ def match(keys: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
         similarity [R, |A|] (cosine, -inf where a chunk has no B) and partner [R, |A|] int64, counted in B.
         Slot `n_sink + 2 i` is element i of A, slot `n_sink + 2 j + 1` element j of B.
     """
-    middle = keys[:, schedule.n_sink : keys.shape[1] - schedule.n_recent]
+    middle = keys[:, schedule.n_sink : max(schedule.n_sink, keys.shape[1] - schedule.n_recent)]
     inverse_norm = middle.norm(dim=-1).clamp_min(torch.finfo(keys.dtype).tiny).reciprocal()
     whole = middle.shape[1] // schedule.chunk_size * schedule.chunk_size
     parts = []  # the whole chunks in one batch, then the short one at the end
@@ -30,17 +30,18 @@ def match(keys: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
             continue
         chunks = max(1, (stop - start) // schedule.chunk_size)
         chunked, inverse = (t[:, start:stop].unflatten(1, (chunks, -1)) for t in (middle, inverse_norm))
-        set_b = chunked[:, :, 1::2]
+        # Contiguous, so that the product takes the same path through BLAS however many rows there are.
+        set_a, set_b = chunked[:, :, 0::2].contiguous(), chunked[:, :, 1::2].contiguous()
         if set_b.shape[2] == 0:
             similarity = inverse.new_full((keys.shape[0], 1), float("-inf"))
             parts.append((similarity, torch.zeros_like(similarity, dtype=torch.int64)))
             continue
-        product = chunked[:, :, 0::2] @ set_b.mT * inverse[:, :, None, 1::2]  # [R, chunks, |A|, |B|]
+        product = set_a @ set_b.mT * inverse[:, :, None, 1::2]  # [R, chunks, |A|, |B|]
         best, partner = product.max(dim=-1)  # the first maximum: the lower slot
         first = start // 2 + set_b.shape[2] * torch.arange(chunks, device=keys.device)  # of each chunk, counted in B
         parts.append(((best * inverse[:, :, 0::2]).flatten(1), (partner + first[:, None]).flatten(1)))
-    if len(parts) == 1:
-        return parts[0]
+    if not parts:  # every slot is protected
+        return inverse_norm, inverse_norm.to(torch.int64)
     return torch.cat([part[0] for part in parts], dim=1), torch.cat([part[1] for part in parts], dim=1)
 
 

@@ -88,7 +88,7 @@ class CKVConfig:
                     f"budget={budget!r} is a fraction of max_context, but the model's config has no "
                     "max_position_embeddings; pass max_context=, or an int budget"
                 )
-            budget = int(budget * max_context)
+            budget = round(budget * max_context)
         return dataclasses.replace(self, budget=budget, max_context=max_context)
 
     @property
@@ -130,7 +130,7 @@ class CKVConfig:
             raise ConfigError(
                 f"interval={self.interval} is larger than the {mergeable} slots that one round can free from "
                 f"budget + interval = {budget + self.interval} slots with {protected} protected: use an interval of at "
-                f"most {max(1, budget - protected - 1)}, or a larger budget"
+                f"most {budget - protected}, or a larger budget"
             )
 
     def to_json(self) -> str:
@@ -163,18 +163,22 @@ class CKVConfig:
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"unknown option {name!r}{hint} Known options: {', '.join(known)}")
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ConfigError(f"unknown option {name!r}: {hint}known options are {', '.join(known)}")
         if "budget" not in options:
             raise ConfigError("budget is missing: pass the slots to keep per KV head (int) or a fraction (float)")
         return cls(**options)
 
 
 def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise ConfigError(f"{name}={value!r} must be a finite number")
 
 
 def _check_int(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r} must be an int of at least {least}")
+
+
+def _is_finite(value: int | float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)  # an int may be too large for isfinite

@@ -23,7 +23,6 @@ from ckv_compile.pipeline import (
     Rewritten,
     check_mode,
     decode_program,
-    prefill_program,
     rewrite,
 )
 
@@ -48,7 +47,7 @@ def transform(
         model: a decoder-only Hugging Face causal LM on one device. It is not changed, and the result shares its
             weights.
         config: the configuration; or pass its fields as options, `budget` at least (see `CKVConfig`).
-        compile: "inductor" compiles the programs at their first use; "eager" runs the same graphs uncompiled.
+        compile: "inductor" compiles the decode step at its first use; "eager" runs the same graph uncompiled.
         **options: fields of `CKVConfig`.
 
     Raises:
@@ -71,8 +70,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     Made by `transform`. `generate()` is transformers' own, for greedy search and sampling. Each call to `generate`
     (or to `forward` without a cache) allocates a cache for its rows and drops it with its result.
 
-    A prompt is prefilled row by row without its padding, so a row never depends on its neighbours. The prefill and
-    the decode program of each batch size are built at first use; `warm_up` builds them ahead.
+    A prompt is prefilled row by row without its padding, so a row never depends on its neighbours. The decode program
+    of each batch size is compiled at its first use; `warm_up` does that ahead.
     """
 
     config_class = PreTrainedConfig
@@ -88,7 +87,6 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self._rewritten = rewritten
         self._mode = mode
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
-        self._prefill_program: Program | None = None
         self._decode_programs: dict[int, Program] = {}
         self._running = threading.RLock()
         self.train(model.training)
@@ -114,11 +112,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             return ClusteredCache(self.cache_shape, self.ckv_config.capacity, batch_size)
 
     def warm_up(self, batch_size: int = 1) -> None:
-        """Build and compile the prefill program and the decode program of a batch size."""
-        cache = self.new_cache(batch_size)
-        prompt = torch.zeros(batch_size, 3, dtype=torch.int64, device=self.device)
-        self(prompt, **{_CACHE_NAME: cache})
-        self(prompt[:, :1], **{_CACHE_NAME: cache})
+        """Compile the decode step of a batch size, so that the first token does not wait for it."""
+        self(torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device))
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """Generate as transformers does, by greedy search or sampling.
@@ -203,16 +198,13 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return logits
 
     def _run(self, input_ids: Tensor, state: CacheState) -> Tensor:
-        """Run the program for these shapes, building it if it is the first of its kind."""
+        """Run the program for these shapes, compiling the decode step at the first use of a batch size."""
         batch, steps = input_ids.shape
-        if steps == 1:
+        program: Program = self.graph
+        if steps == 1 and self._mode == "inductor":
             if batch not in self._decode_programs:
-                self._decode_programs[batch] = decode_program(self._rewritten, self.ckv_config, self._mode, batch)
+                self._decode_programs[batch] = decode_program(self._rewritten, self.ckv_config, batch)
             program = self._decode_programs[batch]
-        else:
-            if self._prefill_program is None:
-                self._prefill_program = prefill_program(self._rewritten, self.ckv_config)
-            program = self._prefill_program
         return program(input_ids, *state)[0]
 
     def _check_prompt(self, input_ids: Tensor) -> None:

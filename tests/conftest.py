@@ -1,0 +1,91 @@
+"""Tiny random models of each family, and the real one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from ckv_compile.capture import capture
+from ckv_compile.graph import SDPA
+from ckv_compile.passes.canonicalize_attention import canonicalize_attention
+from ckv_compile.reference import CacheRows
+
+VOCABULARY = 128
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama-mha-bias": (LlamaConfig, {"num_key_value_heads": 6, "attention_bias": True, "head_dim": 8}),
+    "smollm2": (LlamaConfig, {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 100000.0}),
+    "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 24}),
+    "qwen2": (Qwen2Config, {"num_key_value_heads": 1}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+}
+
+
+def tiny_model(family: str = "llama", **changes: object) -> PreTrainedModel:
+    """A random model of a family: 3 layers, 6 query and 3 KV heads unless the family says otherwise."""
+    config_class, own = FAMILIES[family]
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,  # large enough that tokens differ in what they attend to
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config_class(**(shape | own | changes))).eval()
+
+
+@pytest.fixture
+def prompt() -> Callable[..., torch.Tensor]:
+    """Random token ids [batch, length], the same for the same arguments."""
+
+    def make(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+        return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+    return make
+
+
+def cache_of(output):
+    """The cache in an output of transformers, by either of its names."""
+    return output.get("cache", output.get("past_key_values"))
+
+
+def reference_logits(model, config, ids, steps):
+    """Greedy decoding by the reference ops alone: the captured model, its attention interpreted by `CacheRows`."""
+    graph = capture(model)
+    canonicalize_attention(graph, layers=model.config.num_hidden_layers)
+    graph.recompile()
+    rows = CacheRows(config.schedule, config.capacity)
+
+    class Reference(torch.fx.Interpreter):
+        layer = 0
+
+        def call_function(self, target, args, kwargs):
+            if target is not SDPA:
+                return super().call_function(target, args, kwargs)
+            self.layer += 1
+            return rows.attend(self.layer - 1, *args[:3], kwargs["scale"])
+
+    logits, position, chunk = [], 0, ids
+    for _ in range(steps):
+        length = chunk.shape[1]
+        out = Reference(graph).run(chunk, torch.arange(position, position + length)[None])[0][:, -1]
+        rows.finish_step(length)
+        logits.append(out)
+        position, chunk = position + length, out.argmax(dim=-1, keepdim=True)
+    return torch.stack(logits), rows

@@ -1,0 +1,53 @@
+"""Capture: the model is left as it was, whatever happens, and the graph holds the model's own weights."""
+
+import pytest
+import torch
+from conftest import tiny_model
+
+import ckv_compile
+from ckv_compile.capture import capture
+from ckv_compile.errors import UnsupportedModelError
+
+
+def snapshot(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, model.config.to_dict(), model.training
+
+
+def test_the_graph_shares_the_weights():
+    model = tiny_model()
+    graph = capture(model)
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {parameter.data_ptr() for parameter in graph.parameters()} == own
+
+
+def test_batch_and_length_are_dynamic(prompt):
+    model = tiny_model()
+    graph = capture(model)
+    for batch, length in ((1, 2), (3, 7), (2, 90)):
+        ids = prompt(length, batch)
+        logits = graph(ids, torch.arange(length).repeat(batch, 1))[0]
+        torch.testing.assert_close(logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_with_eager_attention_is_traced_through_sdpa_and_gets_its_attention_back(prompt):
+    model = tiny_model(attn_implementation="eager")
+    weights, config, training = snapshot(model)
+    ours = ckv_compile.transform(model, budget=128, compile="eager")
+    assert model.config._attn_implementation == "eager"
+    after = snapshot(model)
+    assert after[1:] == (config, training)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in after[0].items())
+    ids = prompt(12)
+    assert torch.equal(ours.generate(ids, max_new_tokens=5), model.generate(ids, max_new_tokens=5))
+
+
+def test_the_attention_is_restored_when_the_capture_fails(monkeypatch):
+    model = tiny_model(attn_implementation="eager")
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("data-dependent control flow")
+
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", broken)
+    with pytest.raises(UnsupportedModelError, match=r"could not trace LlamaForCausalLM \(RuntimeError: data-dependent"):
+        capture(model)
+    assert model.config._attn_implementation == "eager"

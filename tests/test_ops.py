@@ -1,0 +1,318 @@
+"""The two ops against the oracle, over streams of tokens that compact again and again."""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ckv_compile import ops
+from ckv_compile.cache import CacheShape, CacheState
+from ckv_compile.kernels import cpu
+from ckv_compile.ops import cached_attention, compact_
+from ckv_compile.reference import CacheRows, Row, compress_row
+from ckv_compile.schedule import Schedule
+
+needs_kernel = pytest.mark.skipif(not cpu.is_available(torch.float32), reason="no CPU kernel on this machine")
+
+LAYERS, HEADS, KV_HEADS, SCALE = 2, 6, 2, 0.3
+SCHEDULE = Schedule(budget=24, n_sink=2, n_recent=4, chunk_size=8, r_init=0.5, r_decay=0.1, r_min=0.2)
+PLAN = (24, 2, 4, 8, 0.5, 0.1, 0.2)
+CAPACITY = 32  # so that a row of 24 slots is full after 8 tokens
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
+
+
+class Turn(NamedTuple):
+    """S new tokens of some rows, for every layer: q [L, B, H, S, D], k and v [L, B, Hkv, S, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def row(self, b: int) -> "Turn":
+        return Turn(*(part[:, b : b + 1] for part in self))
+
+
+def random_turn(rows: int, steps: int, dim: int, dtype: torch.dtype, seed: int) -> Turn:
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(heads: int) -> Tensor:
+        return torch.randn(LAYERS, rows, heads, steps, dim, dtype=torch.float64, generator=generator).to(dtype)
+
+    return Turn(randn(HEADS), randn(KV_HEADS), randn(KV_HEADS))
+
+
+def empty_state(rows: int, dim: int, dtype: torch.dtype, capacity: int = CAPACITY) -> CacheState:
+    return CacheState.allocate(CacheShape(LAYERS, KV_HEADS, dim, dtype, torch.device("cpu")), capacity, rows)
+
+
+def run_ops(state: CacheState, turn: Turn, plan: tuple[int | float, ...] = PLAN) -> Tensor:
+    """One step of a model: attention in every layer, then the compaction. Returns [L, B, H, S, D]."""
+    cache = (state.keys, state.values, state.degree, state.fill)
+    out = [
+        cached_attention(q, k, v, *cache, layer, SCALE, *plan)
+        for layer, (q, k, v) in enumerate(zip(*turn, strict=True))
+    ]
+    compact_(*state, turn.q.shape[3], *plan)
+    return torch.stack(out)
+
+
+def run_oracle(oracle: CacheRows, turn: Turn) -> Tensor:
+    out = [oracle.attend(layer, q, k, v, SCALE) for layer, (q, k, v) in enumerate(zip(*turn, strict=True))]
+    oracle.finish_step(turn.q.shape[3])
+    return torch.stack(out)
+
+
+def assert_state_equals(state: CacheState, oracles: list[CacheRows], tolerance: float) -> None:
+    """Keys, values, degree, fill and position of every row, layer and head."""
+    for b, oracle in enumerate(oracles):
+        fill = int(state.fill[b])
+        assert int(state.position[b]) == oracle.position[0]
+        for layer, h in itertools.product(range(LAYERS), range(KV_HEADS)):
+            row = oracle.rows[0, layer, h]
+            assert fill == row.degree.shape[0]
+            torch.testing.assert_close(state.keys[b, layer, h, :fill], row.keys, rtol=0, atol=tolerance)
+            torch.testing.assert_close(state.values[b, layer, h, :fill], row.values, rtol=0, atol=tolerance)
+            assert torch.equal(state.degree[b, layer, h, :fill], row.degree)
+            assert not state.degree[b, layer, h, fill:].any(), "slots past fill are empty"
+            assert float(row.degree.sum()) == int(state.position[b]), "a slot stands for its tokens"
+
+
+# The turns of a stream by their lengths: short and long prompts, single steps, later turns on a filled cache.
+STREAMS = {
+    "prompt-under-capacity": [20, *[1] * 40],
+    "prompt-of-capacity": [32, *[1] * 30],
+    "prompt-over-capacity": [100, *[1] * 30],
+    "one-token-at-a-time": [1] * 70,
+    "short-turn-that-fits": [20, *[1] * 20, 3, *[1] * 24],
+    "long-turn-that-compresses": [40, *[1] * 26, 50, *[1] * 18],
+}
+
+
+@pytest.mark.parametrize("dim", [8, 5], ids=["kernel-shape", "odd-head-dim"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_of_two_rows_equals_the_oracle_at_every_step(name: str, dtype: torch.dtype, dim: int) -> None:
+    """After the first turn row 1 takes 3 tokens by itself: from there the rows are full at different steps."""
+    state, tolerance = empty_state(2, dim, dtype), TOLERANCE[dtype]
+    oracles = [CacheRows(SCHEDULE, CAPACITY) for _ in range(2)]
+    compactions = []
+    for step, steps in enumerate(STREAMS[name]):
+        turn, before = random_turn(2, steps, dim, dtype, seed=step), state.fill.clone()
+        out = run_ops(state, turn)
+        if steps == 1:
+            compactions += (state.fill < before).nonzero().tolist()
+        for b, oracle in enumerate(oracles):
+            expected = run_oracle(oracle, turn.row(b))
+            torch.testing.assert_close(out[:, b : b + 1], expected, rtol=0, atol=tolerance)
+        assert_state_equals(state, oracles, tolerance)
+        if step == 0:
+            run_ops(state.row(1), turn_of_3 := random_turn(1, 3, dim, dtype, seed=1000))
+            run_oracle(oracles[1], turn_of_3)
+            assert state.fill[0] != state.fill[1]
+    assert compactions.count([0]) >= 3, "compacted while decoding"
+    assert compactions.count([1]) >= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("turns", [[1] * 20, [20], [12, *[1] * 8], [5, 1, 6, 1, 7]], ids=str)
+def test_while_all_tokens_fit_it_is_plain_causal_attention(turns: list[int], dtype: torch.dtype) -> None:
+    total = sum(turns)
+    everything = random_turn(2, total, 8, dtype, seed=1)
+    state = empty_state(2, 8, dtype)
+    out = torch.cat(
+        [run_ops(state, Turn(*part)) for part in zip(*(t.split(turns, dim=3) for t in everything), strict=True)], dim=3
+    )
+    expected = F.scaled_dot_product_attention(
+        everything.q.flatten(0, 1),
+        everything.k.flatten(0, 1).repeat_interleave(HEADS // KV_HEADS, 1),
+        everything.v.flatten(0, 1).repeat_interleave(HEADS // KV_HEADS, 1),
+        is_causal=True,
+        scale=SCALE,
+    )
+    torch.testing.assert_close(out.flatten(0, 1), expected, rtol=0, atol=TOLERANCE[dtype] / 4)
+    assert state.fill.tolist() == state.position.tolist() == [total, total]
+    assert torch.equal(state.keys[:, :, :, :total], everything.k.transpose(0, 1))
+    assert torch.equal(state.degree, torch.ones_like(state.degree) * (torch.arange(CAPACITY) < total))
+
+
+def opcheck_samples() -> Iterator[tuple[str, Tensor, int, int]]:
+    for dtype, dim, steps in itertools.product((torch.float32, torch.bfloat16), (8, 5), (1, 3, 40)):
+        yield f"{str(dtype)[6:]}-D{dim}-S{steps}", torch.empty(0, dtype=dtype), dim, steps
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "steps"), [pytest.param(t.dtype, dim, steps, id=name) for name, t, dim, steps in opcheck_samples()]
+)
+def test_opcheck(dtype: torch.dtype, dim: int, steps: int) -> None:
+    """What torch.library can check: the schema's mutations, fake tensors, autograd, and compiled tracing."""
+    state = empty_state(2, dim, dtype)
+    run_ops(state, random_turn(2, 31, dim, dtype, seed=0))  # one slot is free
+    q, k, v = (part[0] for part in random_turn(2, steps, dim, dtype, seed=1))
+    torch.library.opcheck(
+        cached_attention, (q, k, v, state.keys, state.values, state.degree, state.fill, 1, SCALE, *PLAN)
+    )
+    torch.library.opcheck(compact_, (*state, steps, *PLAN))
+
+
+@needs_kernel
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("fill", [(0, 31), (1, 17), (30, 8)], ids=str)
+def test_the_kernel_and_the_pytorch_form_of_decode_agree(
+    fill: tuple[int, int], dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = empty_state(2, 16, dtype)
+    for b, used in enumerate(fill):
+        if used:
+            run_ops(state.row(b), random_turn(1, used, 16, dtype, seed=used))
+            state.degree[b, :, :, :used] += torch.arange(used) % 5
+    other = CacheState(*(part.clone() for part in state))
+    turn = random_turn(2, 1, 16, dtype, seed=1)
+    with_kernel = run_ops(state, turn)
+    monkeypatch.setenv("CKV_CPU_KERNEL", "0")
+    without = run_ops(other, turn)
+    torch.testing.assert_close(with_kernel, without, rtol=0, atol=tolerance)
+    for ours, theirs in zip(state, other, strict=True):
+        assert torch.equal(ours, theirs), "both leave the same cache"
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("1", marks=needs_kernel), "0"], ids=["kernel", "pytorch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(
+    dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows at different fill, through decode compactions and a long turn."""
+    monkeypatch.setenv("CKV_CPU_KERNEL", kernel)
+    together = empty_state(3, 16, dtype)
+    alone = [empty_state(1, 16, dtype) for _ in range(3)]
+    for b, prompt in enumerate((9, 45, 30)):
+        turn = random_turn(1, prompt, 16, dtype, seed=prompt)
+        assert torch.equal(run_ops(together.row(b), turn), run_ops(alone[b], turn))
+    for step, steps in enumerate([*[1] * 30, 20, *[1] * 10]):
+        turn = random_turn(3, steps, 16, dtype, seed=step)
+        out = run_ops(together, turn)
+        for b in range(3):
+            assert torch.equal(run_ops(alone[b], turn.row(b)), out[:, b : b + 1])
+    for b in range(3):
+        for whole, single in zip(together.row(b), alone[b], strict=True):
+            assert torch.equal(whole, single)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_stays_near_the_float32_oracle(dtype: torch.dtype) -> None:
+    """The state is rounded to its dtype at each compaction, by op and oracle alike; outputs differ by rounding."""
+    state, oracle = empty_state(1, 16, dtype), CacheRows(SCHEDULE, CAPACITY)
+    for step, steps in enumerate([40, *[1] * 30, 20, *[1] * 8]):
+        turn = random_turn(1, steps, 16, dtype, seed=step)
+        expected = run_oracle(oracle, turn)
+        torch.testing.assert_close(run_ops(state, turn), expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    assert_state_equals(state, [oracle], tolerance=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("1", marks=needs_kernel), "0"], ids=["kernel", "pytorch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_large_degrees_cost_no_precision(
+    steps: int, dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log of a large degree needs more bits than a 16-bit type has: only the output may be rounded to it."""
+    monkeypatch.setenv("CKV_CPU_KERNEL", kernel)
+    used, capacity = 400, 500
+    state = empty_state(1, 64, dtype, capacity)
+    run_ops(state, random_turn(1, used, 64, dtype, seed=0))
+    state.degree[..., :used] = torch.randint(1, 2000, (used,), generator=torch.Generator().manual_seed(0)).float()
+    q, k, v = (part[1] for part in random_turn(1, steps, 64, dtype, seed=1))
+    oracle = CacheRows(SCHEDULE, capacity)
+    for h in range(KV_HEADS):
+        slots = (state.keys[0, 1, h, :used], state.values[0, 1, h, :used], state.degree[0, 1, h, :used])
+        oracle.rows[0, 1, h] = Row(*(part.double() for part in slots))
+    expected = oracle.attend(1, q.double(), k.double(), v.double(), 0.125)
+    out = cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, 1, 0.125, *PLAN)
+    assert (out.double() - expected).norm() / expected.norm() < torch.finfo(dtype).eps / 2
+
+
+def test_compaction_leaves_rows_alone_that_have_a_free_slot() -> None:
+    state = empty_state(2, 8, torch.float32)
+    for b, prompt in enumerate((31, 12)):
+        run_ops(state.row(b), random_turn(1, prompt, 8, torch.float32, seed=b))
+    turn = random_turn(2, 1, 8, torch.float32, seed=9)
+    cache = (state.keys, state.values, state.degree, state.fill)
+    for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
+        cached_attention(q, k, v, *cache, layer, SCALE, *PLAN)
+    before = CacheState(*(part.clone() for part in state))
+    compact_(*state, 1, *PLAN)
+    assert state.fill.tolist() == [24, 13]
+    assert state.position.tolist() == [32, 13]
+    for name in ("keys", "values", "degree"):
+        assert torch.equal(getattr(state, name)[1], getattr(before, name)[1])
+        assert not torch.equal(getattr(state, name)[0], getattr(before, name)[0])
+    assert not state.degree[0, :, :, 24:].any()
+
+
+def test_attention_itself_advances_no_counter() -> None:
+    state = empty_state(1, 8, torch.float32)
+    for steps in (1, 3, 50):
+        q, k, v = (part[0] for part in random_turn(1, steps, 8, torch.float32, seed=steps))
+        cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, 0, SCALE, *PLAN)
+        assert state.fill.tolist() == state.position.tolist() == [0]
+        assert not state.degree[:, 1].any(), "the other layer is not touched"
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("1", marks=needs_kernel), "0"], ids=["kernel", "pytorch"])
+def test_a_step_on_a_full_row_is_an_error_and_writes_nothing(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKV_CPU_KERNEL", kernel)
+    state = empty_state(2, 8, torch.float32)
+    run_ops(state, random_turn(2, 20, 8, torch.float32, seed=0))
+    state.fill[1] = CAPACITY  # what compact_ never leaves behind
+    before = CacheState(*(part.clone() for part in state))
+    q, k, v = (part[0] for part in random_turn(2, 1, 8, torch.float32, seed=1))
+    with pytest.raises(RuntimeError, match=r"row 1 .*(no free slot|is full).*32"):
+        cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, 0, SCALE, *PLAN)
+    for old, now in zip(before, state, strict=True):
+        assert torch.equal(old, now)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 7, 13])
+def test_a_later_turn_in_blocks_of_queries_equals_one_block(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    outs, states = [], []
+    for block in (3, 512):
+        monkeypatch.setattr(ops, "EXTEND_BLOCK", block)
+        state, oracle = empty_state(2, 8, torch.float64), CacheRows(SCHEDULE, CAPACITY)
+        for length in (40, steps):
+            turn = random_turn(2, length, 8, torch.float64, seed=length)
+            outs.append(run_ops(state, turn))
+            expected = run_oracle(oracle, turn)
+        torch.testing.assert_close(outs[-1], expected, rtol=0, atol=TOLERANCE[torch.float64])
+        states.append(state)
+    for one, other in zip(*states, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("prompt", [32, 33, 64, 200])
+def test_a_long_prompt_is_compressed_by_the_rounds_of_the_schedule(prompt: int) -> None:
+    state = empty_state(1, 8, torch.float64)
+    turn = random_turn(1, prompt, 8, torch.float64, seed=prompt)
+    run_ops(state, turn)
+    assert (state.fill.item(), state.position.item()) == (SCHEDULE.budget, prompt)
+    oracle = CacheRows(SCHEDULE, capacity=10**6)  # holds the whole prompt
+    run_oracle(oracle, turn)
+    for (_, layer, h), whole in oracle.rows.items():
+        row = compress_row(whole, SCHEDULE.rounds(prompt), SCHEDULE)
+        torch.testing.assert_close(state.keys[0, layer, h, :24], row.keys, rtol=0, atol=1e-13)
+        torch.testing.assert_close(state.values[0, layer, h, :24], row.values, rtol=0, atol=1e-13)
+        assert torch.equal(state.degree[0, layer, h, :24], row.degree)
+        assert torch.equal(state.keys[0, layer, h, :2], turn.k[layer, 0, h, :2]), "sinks keep their bits"
+        assert torch.equal(state.keys[0, layer, h, 20:24], turn.k[layer, 0, h, -4:]), "recents keep their bits"
+
+
+def test_garbage_past_fill_is_never_read() -> None:
+    clean, dirty = empty_state(1, 8, torch.float32), empty_state(1, 8, torch.float32)
+    dirty.keys.fill_(float("nan"))
+    dirty.values.fill_(float("nan"))
+    for step, steps in enumerate([6, *[1] * 30, 40, *[1] * 10]):
+        turn = random_turn(1, steps, 8, torch.float32, seed=step)
+        assert torch.equal(run_ops(clean, turn), run_ops(dirty, turn))
