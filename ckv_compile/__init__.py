@@ -4,6 +4,7 @@ from ckv_compile.cache import ClusteredCache
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import (
     CKVError,
+    CompileError,
     ConcurrentUseError,
     ConfigError,
     InputError,
@@ -19,6 +20,7 @@ __all__ = [
     "CKVError",
     "CKVForCausalLM",
     "ClusteredCache",
+    "CompileError",
     "ConcurrentUseError",
     "ConfigError",
     "InputError",

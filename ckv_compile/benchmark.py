@@ -7,6 +7,7 @@ all rounds. The floor of a step is (weight bytes + cache bytes) / (bandwidth mea
 import argparse
 import itertools
 import json
+import math
 import platform
 import pydoc_data.topics
 import statistics
@@ -28,6 +29,8 @@ from ckv_compile.model import CKVForCausalLM, transform
 
 FLAT_CONTEXTS = (2048, 8192, 32768)
 FLAT_LAYERS = 6
+QUALITY_BUDGETS = (0.5, 0.25, 0.125)
+QUALITY_TOKENS = 256
 
 
 class Timing(NamedTuple):
@@ -178,6 +181,38 @@ def flatness(source: str, budget: int, tokens: int) -> list[dict[str, float]]:
     return rows
 
 
+def quality(source: str, context: int) -> list[dict[str, float]]:
+    """What the compressed prompt costs: the next real tokens of the text, predicted with each budget, one at a time.
+
+    The reference is one uncached forward of the original model. Perplexity is that of the real tokens, KL is
+    KL(full || clustered) in nats a token, and agreement is how often both rank the same token first.
+    """
+    model, tokenizer = load_model(source)
+    text = text_prompt(tokenizer, context)
+    prompt, rest = text[:, :-QUALITY_TOKENS], text[:, -QUALITY_TOKENS:]
+    with torch.no_grad():
+        full = model(text, logits_to_keep=QUALITY_TOKENS + 1).logits[0, :-1].log_softmax(dim=-1)
+    rows = []
+    for kept in (1.0, *QUALITY_BUDGETS):
+        ours = transform(model, budget=int(kept * context), compile="eager")
+        output = ours(prompt)
+        cache = output.get("cache", output.get("past_key_values"))
+        logits = [output.logits]
+        for token in rest[:, :-1].split(1, dim=1):
+            logits.append(ours(token, past_key_values=cache).logits)
+        found = torch.cat(logits, dim=1)[0].log_softmax(dim=-1)
+        rows.append(
+            {
+                "kept": kept,
+                "perplexity": math.exp(-found.gather(1, rest.T).mean()),
+                "kl": float((full.exp() * (full - found)).sum(dim=-1).mean()),
+                "agreement": float((full.argmax(dim=-1) == found.argmax(dim=-1)).float().mean()),
+            }
+        )
+        _progress(f"quality: {kept:.1%} of {context} tokens kept")
+    return rows
+
+
 def _bare_step(model: CKVForCausalLM, prompt: Tensor) -> float:
     """Median seconds of a decode step without transformers' loop around it."""
     output = model(prompt)
@@ -230,6 +265,14 @@ def report(result: dict[str, Any]) -> str:
         rows = [[row["context"], f"{row['ms_per_token']:.2f}"] for row in result["flatness"]]
         parts.append(f"time per token against context at one budget, {FLAT_LAYERS} layers, random weights")
         parts.append(tabulate(rows, headers=["context", "ms/token"], tablefmt="github", disable_numparse=True))
+    if result.get("quality"):
+        rows = [
+            [f"{row['kept']:.1%}", f"{row['perplexity']:.2f}", f"{row['kl']:.3f}", f"{row['agreement']:.1%}"]
+            for row in result["quality"]
+        ]
+        parts.append(f"the next {QUALITY_TOKENS} tokens of the text after a compressed prompt, float32")
+        heads = ["slots kept", "perplexity", "KL to the full cache", "same first token"]
+        parts.append(tabulate(rows, headers=heads, tablefmt="github", disable_numparse=True))
     return "\n\n".join(parts)
 
 
@@ -249,7 +292,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each method (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--no-flatness", action="store_true", help="leave out the table over contexts")
+    parser.add_argument("--only", choices=["speed", "flatness", "quality"], help="run one of the three tables")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -267,8 +310,10 @@ def main() -> None:
         "runs": [
             compare(args.model, getattr(torch, name), args.context, args.budget, args.tokens, args.rounds)
             for name in args.dtypes
+            if args.only in (None, "speed")
         ],
-        "flatness": [] if args.no_flatness else flatness(args.model, args.budget, args.tokens),
+        "flatness": flatness(args.model, args.budget, args.tokens) if args.only in (None, "flatness") else [],
+        "quality": quality(args.model, args.context) if args.only in (None, "quality") else [],
     }
     print(report(result))
     if args.json:

@@ -52,8 +52,8 @@ class CacheState(NamedTuple):
 class ClusteredCache(Cache):  # type: ignore[misc]
     """A clustered KV cache of fixed size, passed and returned as transformers' cache.
 
-    Holds `state` (see `CacheState`) and the number of columns it has processed. `reset()` empties it for the next
-    prompt without allocating.
+    Holds `state` (see `CacheState`), the number of columns it has processed, and whether a step was interrupted
+    half-way (`broken`). `reset()` empties it for the next prompt without allocating.
     """
 
     def __init__(self, shape: CacheShape, capacity: int, batch_size: int) -> None:
@@ -61,6 +61,7 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         self.capacity = capacity
         self.state = CacheState.allocate(shape, capacity, batch_size)
         self.columns = 0
+        self.broken = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens processed per row, padding included: the logical length, not the slots in use."""
@@ -77,6 +78,11 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         return False
 
     @property
+    def is_croppable(self) -> bool:
+        """False: merged tokens cannot be taken apart again."""
+        return False
+
+    @property
     def is_linear(self) -> list[bool]:
         """No layer is a linear-attention layer (transformers slices a continued prompt by this)."""
         return [False]
@@ -90,6 +96,7 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         for tensor in self.state:
             tensor.zero_()
         self.columns = 0
+        self.broken = False
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refuse to be used by an uncompiled model, which would attend to centroids as if they were tokens."""
@@ -97,3 +104,13 @@ class ClusteredCache(Cache):  # type: ignore[misc]
             "a ClusteredCache only works with a model returned by ckv_compile.transform(); "
             "the original model needs a cache of transformers' own"
         )
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to remove tokens."""
+        raise InputError("a ClusteredCache cannot be cropped: merged tokens cannot be taken apart again; use reset()")
+
+    def reorder_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to move rows."""
+        raise InputError("the rows of a ClusteredCache cannot be reordered, repeated or selected")
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache

@@ -4,6 +4,7 @@ The only patches of this package live here; each is undone when the capture ends
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,9 +43,10 @@ def capture(model: PreTrainedModel) -> GraphModule:
     ids = torch.zeros(_EXAMPLE_BATCH, _EXAMPLE_STEPS, dtype=torch.int64, device=model.device)
     positions = torch.arange(_EXAMPLE_STEPS, device=model.device).repeat(_EXAMPLE_BATCH, 1)
     both = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
-    wrapper = _Logits(model).train(model.training)
+    wrapper = _Logits(model)
+    wrapper.training = model.training  # not train(): that would reach into the model
     try:
-        with _sdpa_attention(model), torch.no_grad():
+        with _sdpa_attention(model), torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             program = torch.export.export(
                 wrapper, (ids, positions), dynamic_shapes={"input_ids": both, "position_ids": both}, strict=False
             )
@@ -65,7 +67,17 @@ def reexport(graph: GraphModule, input_ids: Tensor, state: CacheState) -> GraphM
 def _to_module(program: ExportedProgram) -> GraphModule:
     """Unlift a program into a GraphModule with plain positional arguments and without export's metadata asserts."""
     module = program.module(check_guards=False)
-    graph = GraphModule(module, module.graph)  # shares the parameters; export's own module refuses train() and eval()
+    graph = GraphModule(module, module.graph)  # a plain module: export's own refuses train() and eval()
+    # Parameters of its own on the same storage: to cast or move the original gives that one new storage, and must not
+    # change what a compiled program reads.
+    shared: dict[Tensor, nn.Parameter] = {}
+    for owner in graph.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter not in shared:
+                shared[parameter] = nn.Parameter(parameter.detach(), requires_grad=False)
+            setattr(owner, name, shared[parameter])
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, buffer.detach())
     graph.graph.set_codegen(torch.fx.graph.CodeGen())
     for node in list(graph.graph.nodes):
         # An assert keeps everything it looks at alive, the mask of a rewritten attention among it.
@@ -76,15 +88,19 @@ def _to_module(program: ExportedProgram) -> GraphModule:
     return graph
 
 
+_patching = threading.Lock()
+
+
 @contextlib.contextmanager
 def _sdpa_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let the model trace through scaled_dot_product_attention, whichever attention it was loaded with."""
-    configs: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    before = [(config, config._attn_implementation) for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = "sdpa"
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
+    with _patching:  # another thread may be capturing the same model
+        configs: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+        before = [(config, config._attn_implementation) for config in configs]
+        try:
+            for config in configs:
+                config._attn_implementation = "sdpa"
+            yield
+        finally:
+            for config, implementation in before:
+                config._attn_implementation = implementation

@@ -40,6 +40,10 @@ class PassError(UnsupportedModelError):
         )
 
 
+class CompileError(CKVError, RuntimeError):
+    """The decode step could not be compiled here."""
+
+
 class InputError(CKVError, ValueError):
     """Arguments of a call to the compiled model that it cannot serve."""
 

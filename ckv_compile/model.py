@@ -13,9 +13,16 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ckv_compile.cache import CacheState, ClusteredCache
+from ckv_compile.cache import ClusteredCache
 from ckv_compile.config import CKVConfig
-from ckv_compile.errors import ConcurrentUseError, ConfigError, InputError, UnsupportedModelError
+from ckv_compile.errors import (
+    CKVError,
+    CompileError,
+    ConcurrentUseError,
+    ConfigError,
+    InputError,
+    UnsupportedModelError,
+)
 from ckv_compile.pipeline import (
     CompileMode,
     PassResult,
@@ -79,7 +86,9 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     _supports_sdpa = True
 
     def __init__(self, model: PreTrainedModel, rewritten: Rewritten, config: CKVConfig, mode: CompileMode) -> None:
-        super().__init__(copy.deepcopy(model.config))
+        own_config = copy.deepcopy(model.config)
+        own_config._attn_implementation = "sdpa"
+        super().__init__(own_config)
         self.generation_config = copy.deepcopy(model.generation_config)
         self.ckv_config = config
         self.cache_shape = rewritten.shape
@@ -112,8 +121,25 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             return ClusteredCache(self.cache_shape, self.ckv_config.capacity, batch_size)
 
     def warm_up(self, batch_size: int = 1) -> None:
-        """Compile the decode step of a batch size, so that the first token does not wait for it."""
-        self(torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device))
+        """Compile the decode step of a batch size, so that the first token does not wait for it.
+
+        Raises:
+            CompileError: if it cannot be compiled here, with the reason.
+        """
+        if self._mode == "eager" or batch_size in self._decode_programs:
+            return
+        scratch = self.new_cache(batch_size).state
+        ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode(False), torch.no_grad(), _no_autocast(self.device):
+            program = decode_program(self._rewritten, self.ckv_config, batch_size)
+            try:
+                program(ids, *scratch)
+            except Exception as error:
+                raise CompileError(
+                    f"the decode step could not be compiled ({type(error).__name__}: {error}); Inductor needs a C++ "
+                    'compiler on the CPU; transform(..., compile="eager") does without'
+                ) from error
+        self._decode_programs[batch_size] = program
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """Generate as transformers does, by greedy search or sampling.
@@ -125,8 +151,13 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         with self._exclusive():
             prompt = inputs if inputs is not None else kwargs.get("input_ids")
             if prompt is not None:
-                self._check_prompt(prompt)
+                self._check_tokens(prompt)
+                _check_continuation(prompt, kwargs)
             return super().generate(inputs, generation_config, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: there is no format yet from which a compiled model could be loaded."""
+        raise CKVError("a compiled model cannot be saved; save the original model, and transform() it after loading")
 
     def forward(
         self,
@@ -167,11 +198,11 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             )
         cache = cache if cache is not None else past_key_values
         with self._exclusive(), torch.inference_mode(False), torch.no_grad(), _no_autocast(self.device):
-            if cache is None or cache.columns == 0 or input_ids.shape[1] != 1:
-                self._check_prompt(input_ids)
+            self._check_tokens(input_ids)
             cache = cache if cache is not None else self.new_cache(input_ids.shape[0])
             self._check_cache(cache, input_ids)
-            logits = self._advance(input_ids.clone(), attention_mask, cache)
+            padding = _left_padding(attention_mask, cache, input_ids)
+            logits = self._advance(input_ids.to(torch.int64, copy=True), padding, cache)
         if return_dict is False:
             return logits, cache
         return CausalLMOutputWithPast(logits=logits, **{_CACHE_NAME: cache})
@@ -186,28 +217,26 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             )
         return self
 
-    def _advance(self, input_ids: Tensor, attention_mask: Tensor | None, cache: ClusteredCache) -> Tensor:
+    def _advance(self, input_ids: Tensor, padding: list[int], cache: ClusteredCache) -> Tensor:
         batch, steps = input_ids.shape
         if steps == 1:
-            logits = self._run(input_ids, cache.state)
+            self.warm_up(batch)
+        cache.broken = True  # until every layer and row of this step is in it
+        if steps == 1:
+            program: Program = self._decode_programs.get(batch, self.graph)
+            logits = program(input_ids, *cache.state)[0]
         else:
-            skipped = [0] * batch if attention_mask is None else _left_padding(attention_mask, batch, steps)
-            rows = [self._run(input_ids[b : b + 1, pad:], cache.state.row(b)) for b, pad in enumerate(skipped)]
+            rows = [self.graph(input_ids[b : b + 1, pad:], *cache.state.row(b))[0] for b, pad in enumerate(padding)]
             logits = torch.cat(rows)
         cache.columns += steps
+        cache.broken = False
         return logits
 
-    def _run(self, input_ids: Tensor, state: CacheState) -> Tensor:
-        """Run the program for these shapes, compiling the decode step at the first use of a batch size."""
-        batch, steps = input_ids.shape
-        program: Program = self.graph
-        if steps == 1 and self._mode == "inductor":
-            if batch not in self._decode_programs:
-                self._decode_programs[batch] = decode_program(self._rewritten, self.ckv_config, batch)
-            program = self._decode_programs[batch]
-        return program(input_ids, *state)[0]
-
-    def _check_prompt(self, input_ids: Tensor) -> None:
+    def _check_tokens(self, input_ids: Tensor) -> None:
+        if not isinstance(input_ids, Tensor):
+            raise InputError(
+                f"token ids are a tensor, got {type(input_ids).__name__}: use generate(**inputs) for a dict"
+            )
         if input_ids.ndim != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
             raise InputError(f"a prompt is [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
         if input_ids.dtype not in (torch.int64, torch.int32):
@@ -232,6 +261,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 f"a cache of {tuple(keys.shape[1:])} {keys.dtype} from another model or config; this model's are "
                 f"{expected} {self.cache_shape.dtype}"
             )
+        if cache.broken:
+            raise InputError("a step of this cache was interrupted half-way: reset() it and start again")
         if cache.batch_size != input_ids.shape[0]:
             raise InputError(f"{input_ids.shape[0]} rows of tokens for a cache of {cache.batch_size} rows")
 
@@ -273,25 +304,60 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         given = model_kwargs.pop("past_key_values", None)
         given = given if given is not None else model_kwargs.pop("cache", None)
         rows = batch_size * generation_config.num_return_sequences
-        model_kwargs[_CACHE_NAME] = given if given is not None else self.new_cache(rows)
+        if given is None:
+            self.warm_up(rows)  # before the prefill: whatever fails should not come after it
+            given = self.new_cache(rows)
+        model_kwargs[_CACHE_NAME] = given
 
 
-def _left_padding(attention_mask: Tensor, batch: int, steps: int) -> list[int]:
-    """Columns of padding at the left of each row's last `steps` columns.
+def _left_padding(attention_mask: Tensor | None, cache: ClusteredCache, input_ids: Tensor) -> list[int]:
+    """Columns of padding at the left of each row of `input_ids` [B, S].
+
+    Args:
+        attention_mask: [B, columns in the cache + S], or None where there is no padding.
+        cache: the cache that the tokens continue.
+        input_ids: [B, S].
 
     Raises:
-        InputError: if the mask does not fit, hides a token in the middle or at the right, or a whole row.
+        InputError: if the mask does not fit, hides a token in the middle or at the right, or a whole row, or does not
+            agree with what the cache holds.
     """
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < steps:
-        raise InputError(f"an attention_mask of {tuple(attention_mask.shape)} for tokens of {(batch, steps)}")
-    mask = attention_mask[:, -steps:].bool()
-    if not bool((mask[:, 1:] >= mask[:, :-1]).all()):
+    batch, steps = input_ids.shape
+    if attention_mask is None:
+        return [0] * batch
+    if attention_mask.shape != (batch, cache.columns + steps):
+        raise InputError(
+            f"an attention_mask of {tuple(attention_mask.shape)} for {batch} rows with {cache.columns} columns in the "
+            f"cache and {steps} new ones: it covers both"
+        )
+    mask = attention_mask.bool()
+    new = mask[:, cache.columns :]
+    if not bool((new[:, 1:] >= new[:, :-1]).all()):
         raise InputError(
             "the attention_mask hides tokens that are not at the left: set tokenizer.padding_side='left' to pad prompts"
         )
-    if not bool(mask[:, -1].all()):
+    if not bool(new[:, -1].all()):
         raise InputError("the attention_mask hides a whole row: every row needs at least one token")
-    return (steps - mask.sum(dim=1)).tolist()
+    seen, shown = cache.state.position.tolist(), mask[:, : cache.columns].sum(dim=1).tolist()
+    if seen != shown:
+        raise InputError(f"the attention_mask shows {shown} earlier tokens of each row, but the cache holds {seen}")
+    return (steps - new.sum(dim=1)).tolist()
+
+
+def _check_continuation(prompt: Tensor, options: dict[str, Any]) -> None:
+    """Refuse arguments of generate() from which transformers would cut the wrong columns when they continue a cache."""
+    given = options.get("cache")
+    cache = given if given is not None else options.get("past_key_values")
+    if not isinstance(cache, ClusteredCache) or not cache.columns:
+        return
+    width, mask = prompt.shape[1], options.get("attention_mask")
+    covered = width if mask is None else mask.shape[1]
+    if covered == width <= cache.columns or covered not in (width, cache.columns + width):
+        raise InputError(
+            f"a prompt of {width} columns (attention_mask: {covered}) continues a cache of {cache.columns}: pass the "
+            "whole conversation as input_ids, or the new turn with an attention_mask that covers the cache too; or "
+            "reset() the cache to start another one"
+        )
 
 
 def _no_autocast(device: torch.device) -> torch.autocast:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ckv_compile.cache import CacheShape, CacheState
 from ckv_compile.capture import capture, reexport
 from ckv_compile.config import CKVConfig
-from ckv_compile.errors import ConfigError, PassError
+from ckv_compile.errors import ConfigError, PassError, UnsupportedModelError
 from ckv_compile.passes.canonicalize_attention import canonicalize_attention
 from ckv_compile.passes.insert_cached_attention import cache_shape, insert_cached_attention
 from ckv_compile.passes.insert_compaction import insert_compaction
@@ -33,6 +33,8 @@ from ckv_compile.passes.slice_logits import slice_logits
 log = logging.getLogger("ckv_compile")
 
 CompileMode = Literal["inductor", "eager"]
+_CHECK_PROMPT, _CHECK_STEPS = 8, 4
+
 Pass = Callable[[GraphModule], int]
 
 
@@ -70,12 +72,22 @@ def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
         config: resolved, with an int budget.
 
     Raises:
-        UnsupportedModelError: if the model cannot be traced, or a pass refuses its graph (`PassError`).
+        UnsupportedModelError: if the model cannot be traced, a pass refuses its graph (`PassError`), or the rewritten
+            graph does not compute what the model does.
     """
     graph = capture(model)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    results = run_passes(graph, [functools.partial(canonicalize_attention, layers=layers)])
+    text_config = model.config.get_text_config(decoder=True)
+    ids = torch.arange(_CHECK_PROMPT + _CHECK_STEPS, device=model.device)[None] * 7 % text_config.vocab_size
+    with torch.no_grad():
+        expected = graph(ids, torch.arange(ids.shape[1], device=model.device)[None])[0]
+    results = run_passes(graph, [functools.partial(canonicalize_attention, layers=text_config.num_hidden_layers)])
     shape = cache_shape(graph)
+    kv_heads = getattr(text_config, "num_key_value_heads", None)
+    if kv_heads not in (None, shape.kv_heads):
+        raise UnsupportedModelError(
+            f"the graph of {type(model).__name__} holds {shape.kv_heads} KV heads a layer where its config says "
+            f"{kv_heads}: it repeats them in a form that canonicalize_attention does not know"
+        )
     results += run_passes(
         graph,
         [
@@ -85,14 +97,35 @@ def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
         ],
         before=results,
     )
+    _check_equivalence(graph, shape, ids, expected)
     return Rewritten(graph, shape, results)
+
+
+def _check_equivalence(graph: GraphModule, shape: CacheShape, ids: Tensor, expected: Tensor) -> None:
+    """Compare a short prefill and a few decode steps of the rewritten graph with the captured one's logits.
+
+    Passes look at attention only. A model with another path between tokens (a convolution, a recurrent state, positions
+    of its own) has no state to decode with, and shows here.
+    """
+    state = CacheState.allocate(shape, capacity=ids.shape[1] + 1, batch_size=1)  # no compaction
+    with torch.no_grad():
+        logits = [graph(ids[:, :_CHECK_PROMPT], *state)[0]]
+        for token in ids[:, _CHECK_PROMPT:].split(1, dim=1):
+            logits.append(graph(token, *state)[0])
+    error = float((torch.cat(logits, dim=1) - expected[:, _CHECK_PROMPT - 1 :]).abs().max() / expected.abs().max())
+    # A few units of the last place for every layer; what this looks for is of the size of the logits.
+    if not error < 4 * shape.layers * torch.finfo(shape.dtype).eps + 1e-3:
+        raise UnsupportedModelError(
+            f"the rewritten graph does not decode what the model computes (logits differ by {error:.1%}): tokens of "
+            "this model see each other by another way than attention over position_ids, such as a convolution"
+        )
 
 
 def decode_program(rewritten: Rewritten, config: CKVConfig, batch_size: int) -> Program:
     """Compile the decode step of `batch_size` rows: one program in which every shape is static.
 
-    It has no guards: its arguments always have the shapes of the cache that the caller checked, and evaluating one
-    guard per weight takes 3-5 % of a step.
+    It has no guards: its arguments always have the dtypes and shapes of the cache that the caller checked, its weights
+    are its own, and evaluating one guard per weight takes 3-5 % of a step.
     """
     ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=rewritten.shape.device)
     state = CacheState.allocate(rewritten.shape, config.capacity, batch_size)

@@ -6,21 +6,32 @@ The mask is not trusted: it is computed for concrete lengths and compared with t
 is anything else is refused.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.graph_module import _get_attr
 from torch.fx.node import map_arg
 
 from ckv_compile.graph import SDPA, SDPA_TARGETS, Attention, attention_arguments, fault, tensor_meta
 
 MASK_LENGTHS = (2, 3, 33)
-LARGEST_MASK = 8192
-"""Longest mask that is computed to prove it causal: 64 MiB of booleans."""
+LARGEST_MASK = 4096
+"""Longest mask that is computed to prove it causal: a few tensors of 128 MiB."""
+NO_BOUND = 2**31
+"""Numbers from here on mean "to the end", or minus infinity in an additive mask."""
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default, _aten.contiguous.default)
+_VIEWS = (
+    _aten.reshape.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.flatten.using_ints,
+    _aten.contiguous.default,
+    _aten.clone.default,
+)
 _SOFTMAXES = (_aten.softmax.int, _aten._softmax.default)
 _DROPOUTS = (_aten.dropout.default, _aten.native_dropout.default, _aten.dropout_.default)
 
@@ -70,10 +81,10 @@ def canonicalize_attention(graph: GraphModule, layers: int) -> int:
 def _grouped(node: Node) -> Node:
     """Look through repeat_kv: reshape(expand(unsqueeze(x, 2))) of [B, Hkv, S, D], or repeat_interleave on heads."""
     heads = tensor_meta(node).shape[1]
-    if node.target is _aten.repeat_interleave.self_int and node.args[2] == 1:
-        source = node.args[0]
-        assert isinstance(source, Node)
-        return source
+    if node.target is _aten.repeat_interleave.self_int:
+        source = _first(node)
+        shape, own = tensor_meta(node).shape, tensor_meta(source).shape
+        return source if len(own) == len(shape) == 4 and (shape[0], *shape[2:]) == (own[0], *own[2:]) else node
     inner = _skip(node, _VIEWS)
     if inner is node or inner.target is not _aten.expand.default:
         return node
@@ -81,7 +92,7 @@ def _grouped(node: Node) -> Node:
     source = _skip(_first(inner), (_aten.slice.Tensor,))
     if len(shape) != 5 or shape[1] * shape[2] != heads or source.target is not _aten.unsqueeze.default:
         return node
-    if source.args[1] != 2:
+    if source.args[1] not in (2, -3):
         return node
     # Slices around the unsqueeze come from indexing with `:` and take everything.
     return _skip(_first(source), (_aten.slice.Tensor,))
@@ -104,8 +115,11 @@ def _require_causal(graph: GraphModule, node: Node, attention: Attention, proven
     """Prove that query i sees exactly the keys 0..i, or refuse.
 
     A mask is computed from (input_ids, position_ids) for several lengths: a few short ones, and two more than every
-    integer that occurs in its computation, so that a window or a chunk of that size must show.
+    number that occurs in its computation, so that a window or a chunk of that size must show.
     """
+    queries, keys = tensor_meta(attention.q).shape[2], tensor_meta(attention.k).shape[2]
+    if queries != keys:
+        raise fault(node, "as many keys as queries", f"{keys} keys for {queries} queries: a learned prefix?")
     if attention.mask is None:
         if not attention.is_causal:
             raise fault(node, "causal attention", "attention without a mask: every token sees the later ones")
@@ -118,21 +132,22 @@ def _require_causal(graph: GraphModule, node: Node, attention: Attention, proven
     input_ids, position_ids = (n for n in graph.graph.nodes if n.op == "placeholder")
     lengths = {*MASK_LENGTHS}
     for ancestor in cone:
-        if ancestor is not position_ids and ancestor.op == "placeholder" and ancestor is not input_ids:
+        if ancestor.op == "placeholder" and ancestor not in (position_ids, input_ids):
             raise fault(node, "a mask made of positions", f"a mask that depends on the input {ancestor.name}")
         if input_ids in ancestor.all_input_nodes and ancestor.target is not _aten.sym_size.int:
             raise fault(node, "a mask made of positions", f"a mask that depends on the token ids, at {ancestor.name}")
-        for constant in _integers(ancestor):
-            if 1 < constant < LARGEST_MASK:
-                lengths.add(constant + 2)
-            elif LARGEST_MASK <= constant < 2**31:
-                raise fault(node, "a plain causal mask", f"a mask that holds the number {constant}: a sliding window?")
+        for number in _numbers(graph, ancestor):
+            # A reciprocal, as in distance * (1 / window), is the window too.
+            for bound in (number, 1 / number if number else 0):
+                if 1 < bound < LARGEST_MASK:
+                    lengths.add(math.ceil(bound) + 2)
+                elif LARGEST_MASK <= bound < NO_BOUND:
+                    raise fault(node, "a plain causal mask", f"a mask that holds the number {bound:g}: a window?")
     for length in sorted(lengths):
         for offset in (0, 5):
-            positions = torch.arange(offset, offset + length)[None].expand(2, -1)
-            feed = {input_ids: torch.zeros(2, length, dtype=torch.int64), position_ids: positions}
-            found = _evaluate(graph, attention.mask, cone, feed)
-            if not _is_causal(found, length):
+            positions = torch.arange(offset, offset + length)[None]
+            feed = {input_ids: torch.zeros(1, length, dtype=torch.int64), position_ids: positions}
+            if not _is_causal(_evaluate(graph, attention.mask, cone, feed), length):
                 raise fault(
                     node,
                     "a plain causal mask",
@@ -153,16 +168,21 @@ def _ancestors(node: Node) -> set[Node]:
     return seen
 
 
-def _integers(node: Node) -> list[int]:
-    """The integer constants among a node's arguments, sizes of dimensions and axes included."""
-    found: list[int] = []
+def _numbers(graph: GraphModule, node: Node) -> list[float]:
+    """Absolute values of the numbers that a node brings in: its constants, a constant tensor's sizes and few values."""
+    if node.op == "get_attr":
+        tensor = _get_attr(graph, str(node.target))
+        values = tensor.flatten().tolist() if tensor.numel() <= 64 else []
+        # Less two, since a mask of that size serves no longer prompt.
+        return [*(float(size - 2) for size in tensor.shape), *(abs(float(value)) for value in values)]
+    found: list[float] = []
 
     def visit(argument: object) -> None:
         if isinstance(argument, list | tuple):
             for item in argument:
                 visit(item)
-        elif isinstance(argument, int) and not isinstance(argument, bool):
-            found.append(abs(argument))
+        elif isinstance(argument, int | float) and not isinstance(argument, bool):
+            found.append(abs(float(argument)))
 
     visit(node.args)
     visit(list(node.kwargs.values()))
@@ -178,7 +198,7 @@ def _evaluate(graph: GraphModule, target: Node, cone: set[Node], feed: dict[Node
         if node.op == "placeholder":
             values[node] = feed[node]
         elif node.op == "get_attr":
-            values[node] = torch.fx.graph_module._get_attr(graph, node.target).cpu()
+            values[node] = _get_attr(graph, str(node.target)).detach().cpu().clone()  # the graph may write to it
         else:
             args = map_arg(node.args, lambda n: values[n])
             kwargs = map_arg(node.kwargs, lambda n: values[n])

@@ -12,15 +12,22 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ckv_compile.cache import CacheShape, CacheState
-from ckv_compile.errors import PassError
 from ckv_compile.graph import SDPA, attention_arguments, fault, tensor_meta
 from ckv_compile.ops import cached_attention
 from ckv_compile.schedule import Schedule
 
 
 def insert_cached_attention(graph: GraphModule, schedule: Schedule) -> int:
-    """Replace canonical SDPA nodes, in graph order: the i-th one is layer i of the cache."""
+    """Replace canonical SDPA nodes, in graph order: the i-th one is layer i of the cache.
+
+    Raises:
+        PassError: for an attention that canonicalize_attention has not seen, or none.
+    """
     sites = _sites(graph)
+    for node in sites:
+        attention = attention_arguments(node)
+        if attention.mask is not None or not attention.is_causal or attention.scale is None or attention.dropout:
+            raise fault(node, "the canonical form of canonicalize_attention", f"arguments {attention[3:]}")
     input_ids, position_ids = (node for node in graph.graph.nodes if node.op == "placeholder")
     with graph.graph.inserting_before(position_ids.next):
         state = [graph.graph.placeholder(name) for name in CacheState._fields]
@@ -64,10 +71,11 @@ def cache_shape(graph: GraphModule) -> CacheShape:
         shapes.append(CacheShape(len(sites), int(key.shape[1]), int(key.shape[3]), key.dtype, key.device))
         if shapes[-1] != shapes[0]:
             raise fault(node, f"the cache shape of the first layer, {shapes[0]}", f"{shapes[-1]}")
-    if not shapes:
-        raise PassError("(none)", "(root)", "scaled_dot_product_attention nodes", "none: the model has no SDPA")
     return shapes[0]
 
 
 def _sites(graph: GraphModule) -> list[Node]:
-    return [node for node in graph.graph.nodes if node.target is SDPA]
+    sites = [node for node in graph.graph.nodes if node.target is SDPA]
+    if not sites:
+        raise fault(graph.graph.output_node(), "scaled_dot_product_attention nodes", "none")
+    return sites

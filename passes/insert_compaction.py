@@ -6,14 +6,22 @@ import torch
 from torch.fx import GraphModule
 
 from ckv_compile.cache import CacheState
-from ckv_compile.ops import compact_
+from ckv_compile.graph import fault
+from ckv_compile.ops import cached_attention, compact_
 from ckv_compile.schedule import Schedule
 
 
 def insert_compaction(graph: GraphModule, schedule: Schedule) -> int:
-    """Add one guarded compaction before the output of a graph of (input_ids, *state)."""
+    """Add one guarded compaction before the output of a graph of (input_ids, *state).
+
+    Raises:
+        PassError: if no attention of the graph uses the cache.
+    """
+    output = graph.graph.output_node()
+    if not any(node.target is cached_attention for node in graph.graph.nodes):
+        raise fault(output, "ckv::cached_attention nodes before it", "none")
     input_ids, *state = (node for node in graph.graph.nodes if node.op == "placeholder")
-    with graph.graph.inserting_before(graph.graph.output_node()):
+    with graph.graph.inserting_before(output):
         steps = graph.graph.call_function(torch.ops.aten.sym_size.int, (input_ids, 1))
         graph.graph.call_function(compact_, (*CacheState(*state), steps), dataclasses.asdict(schedule))
     return 1

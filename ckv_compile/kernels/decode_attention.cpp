@@ -130,7 +130,7 @@ inline typename Vec<W>::F exp_negative(typename Vec<W>::F x) {
   using F = typename Vec<W>::F;
   using I = typename Vec<W>::I;
   const F least = F{} - 87.0f;
-  x = x > least ? x : least;
+  x = x < least ? least : x;  // a NaN stays a NaN
   const I power = __builtin_convertvector(x * 1.44269504089f - 0.5f, I);  // truncates: to nearest, as x <= 0
   const F n = __builtin_convertvector(power, F);
   const F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // |r| <= log(2) / 2
