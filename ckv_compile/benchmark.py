@@ -5,6 +5,7 @@ all rounds. The floor of a step is (weight bytes + cache bytes) / (bandwidth mea
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -26,7 +27,9 @@ from transformers.cache_utils import Cache
 from ckv_compile.cache import ClusteredCache
 from ckv_compile.loading import SMOLLM2, load_model
 from ckv_compile.model import CKVForCausalLM, transform
+from ckv_compile.ops import cached_attention
 
+BANDWIDTH_BYTES = 512 * 2**20
 FLAT_CONTEXTS = (2048, 8192, 32768)
 FLAT_LAYERS = 6
 QUALITY_BUDGETS = (0.5, 0.25, 0.125)
@@ -79,15 +82,26 @@ def cache_bytes(cache: Cache) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def bandwidth() -> float:
-    """Bytes per second at which this machine reads memory: a sum over 512 MiB, the best of ten."""
-    data = torch.ones(128 * 2**20)
-    best = float("inf")
-    for _ in range(10):
-        start = time.perf_counter()
-        data.sum()
-        best = min(best, time.perf_counter() - start)
-    return data.numel() * data.element_size() / best
+class Memory:
+    """Samples of the bytes per second at which this machine reads memory: a sum over 512 MiB on all threads.
+
+    Machines shared with others swing by a factor of two, so samples are taken beside every run that is compared.
+    """
+
+    def __init__(self) -> None:
+        self._data = torch.randn(BANDWIDTH_BYTES // 4)
+        self._samples: list[float] = []
+
+    def sample(self) -> None:
+        """Take three more samples."""
+        for _ in range(3):
+            start = time.perf_counter()
+            self._data.sum()
+            self._samples.append(self._data.nbytes / (time.perf_counter() - start))
+
+    def bandwidth(self) -> float:
+        """Median of the samples, bytes per second."""
+        return statistics.median(self._samples)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -117,7 +131,7 @@ def compare(source: str, dtype: torch.dtype, context: int, budget: int, tokens: 
     ours = transform(model, budget=budget)
     start = time.perf_counter()
     ours.warm_up()
-    compile_seconds = time.perf_counter() - start
+    warm_up_seconds = time.perf_counter() - start
     half = transform(model, budget=context // 2)
     half.warm_up()
     methods: dict[str, Callable[[int], Timing]] = {
@@ -131,14 +145,18 @@ def compare(source: str, dtype: torch.dtype, context: int, budget: int, tokens: 
         f"ckv_compile, {context // 2} slots": lambda n: time_generate(half, prompt, n),
         f"ckv_compile, {budget} slots": lambda n: time_generate(ours, prompt, n),
     }
-    speed = bandwidth()
+    memory = Memory()
     floor_weights = weight_bytes(model)
     rows = []
     timings: dict[str, list[Timing]] = {name: [] for name in methods}
     for round_ in range(rounds):
         for name, run in methods.items():
+            memory.sample()
             timings[name].append(run(tokens))
+            memory.sample()
             _progress(f"{dtype} round {round_ + 1}/{rounds}: {name}")
+    bare, attention = _step_alone(ours, prompt, memory)
+    speed = memory.bandwidth()
     for name, runs in timings.items():
         steps = _settled(runs)
         cache = runs[0].cache_bytes
@@ -159,13 +177,14 @@ def compare(source: str, dtype: torch.dtype, context: int, budget: int, tokens: 
         "rounds": rounds,
         "bandwidth_gb_s": speed / 1e9,
         "weights_mb": floor_weights / 1e6,
-        "compile_s": compile_seconds,
-        "bare_step_ms": 1e3 * _bare_step(ours, prompt),
+        "warm_up_s": warm_up_seconds,
+        "bare_step_ms": 1e3 * bare,
+        "attention_ms": 1e3 * attention,
         "rows": rows,
     }
 
 
-def flatness(source: str, budget: int, tokens: int) -> list[dict[str, float]]:
+def flatness(source: str, budget: int, tokens: int, rounds: int) -> list[dict[str, float]]:
     """Time per token against context at one budget: random weights in the model's shape, with fewer layers."""
     config = load_model(source)[0].config
     config.num_hidden_layers = FLAT_LAYERS
@@ -173,11 +192,17 @@ def flatness(source: str, budget: int, tokens: int) -> list[dict[str, float]]:
     model = AutoModelForCausalLM.from_config(config).eval()
     ours = transform(model, budget=budget)
     ours.warm_up()
+    timings: dict[int, list[Timing]] = {context: [] for context in FLAT_CONTEXTS}
+    for _ in range(rounds):
+        for context, runs in timings.items():
+            runs.append(time_generate(ours, torch.randint(0, config.vocab_size, (1, context)), tokens))
+            _progress(f"flatness: {context} tokens of context")
     rows = []
-    for context in FLAT_CONTEXTS:
-        timing = time_generate(ours, torch.randint(0, config.vocab_size, (1, context)), tokens)
-        rows.append({"context": context, "ms_per_token": 1e3 * statistics.median(timing.steps)})
-        _progress(f"flatness: {context} tokens of context")
+    for context, runs in timings.items():
+        steps = sorted(_settled(runs))
+        tenth = len(steps) // 10
+        spread = {"p10_ms": 1e3 * steps[tenth], "p90_ms": 1e3 * steps[-1 - tenth]}
+        rows.append({"context": context, "ms_per_token": 1e3 * statistics.median(steps), **spread})
     return rows
 
 
@@ -213,16 +238,25 @@ def quality(source: str, context: int) -> list[dict[str, float]]:
     return rows
 
 
-def _bare_step(model: CKVForCausalLM, prompt: Tensor) -> float:
-    """Median seconds of a decode step without transformers' loop around it."""
+def _step_alone(model: CKVForCausalLM, prompt: Tensor, memory: Memory) -> tuple[float, float]:
+    """Median seconds of a decode step without transformers' loop, and of the attention of all its layers alone."""
+    shape, plan = model.cache_shape, dataclasses.asdict(model.ckv_config.schedule)
     output = model(prompt)
     cache = output.get("cache", output.get("past_key_values"))
-    steps = []
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    q = torch.randn(1, heads, 1, shape.head_dim, dtype=shape.dtype)
+    k = q[:, : shape.kv_heads]
+    steps, attentions = [], []
     for _ in range(50):
         start = time.perf_counter()
         model(prompt[:, :1], past_key_values=cache)
         steps.append(time.perf_counter() - start)
-    return statistics.median(steps)
+        memory.sample()  # which also drives the cache out of the processor's own
+        start = time.perf_counter()
+        for layer in range(shape.layers):
+            cached_attention(q, k, k, *cache.state[:4], layer, 1.0, **plan)
+        attentions.append(time.perf_counter() - start)
+    return statistics.median(steps), statistics.median(attentions)
 
 
 def _settled(runs: Iterable[Timing]) -> list[float]:
@@ -258,13 +292,19 @@ def report(result: dict[str, Any]) -> str:
         parts.append(
             f"{run['dtype']}, {run['context']} tokens of context, {run['tokens']} tokens x {run['rounds']} rounds, "
             f"{run['bandwidth_gb_s']:.1f} GB/s, weights {run['weights_mb']:.0f} MB, "
-            f"compile {run['compile_s']:.0f} s, bare step {run['bare_step_ms']:.1f} ms"
+            f"warm-up {run['warm_up_s']:.0f} s; a step of {run['rows'][-1]['method']} outside generate() takes "
+            f"{run['bare_step_ms']:.1f} ms, of which attention {run['attention_ms']:.1f} ms"
         )
         parts.append(tabulate(table, headers=[*heads, "x floor"], tablefmt="github", disable_numparse=True))
     if result.get("flatness"):
-        rows = [[row["context"], f"{row['ms_per_token']:.2f}"] for row in result["flatness"]]
+        rows = [
+            [row["context"], *(f"{row[name]:.2f}" for name in ("ms_per_token", "p10_ms", "p90_ms"))]
+            for row in result["flatness"]
+        ]
         parts.append(f"time per token against context at one budget, {FLAT_LAYERS} layers, random weights")
-        parts.append(tabulate(rows, headers=["context", "ms/token"], tablefmt="github", disable_numparse=True))
+        parts.append(
+            tabulate(rows, headers=["context", "ms/token", "p10", "p90"], tablefmt="github", disable_numparse=True)
+        )
     if result.get("quality"):
         rows = [
             [f"{row['kept']:.1%}", f"{row['perplexity']:.2f}", f"{row['kl']:.3f}", f"{row['agreement']:.1%}"]
@@ -282,7 +322,7 @@ def _cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Parse the command line, run, print the tables, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=SMOLLM2, help="hub id, folder or GGUF file (default: %(default)s)")
@@ -294,7 +334,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--only", choices=["speed", "flatness", "quality"], help="run one of the three tables")
     parser.add_argument("--json", type=Path, help="file for the numbers")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
@@ -312,7 +352,9 @@ def main() -> None:
             for name in args.dtypes
             if args.only in (None, "speed")
         ],
-        "flatness": flatness(args.model, args.budget, args.tokens) if args.only in (None, "flatness") else [],
+        "flatness": flatness(args.model, args.budget, args.tokens, args.rounds)
+        if args.only in (None, "flatness")
+        else [],
         "quality": quality(args.model, args.context) if args.only in (None, "quality") else [],
     }
     print(report(result))

@@ -16,8 +16,8 @@ from ckv_compile.schedule import Schedule
 class CKVConfig:
     """How a clustered KV cache is sized and compacted.
 
-    The defaults are gentle rounds (`r_init=0.25`): merging a few of the most similar slots at a time keeps
-    distinctive tokens apart, see the README for what that was measured to change.
+    The defaults are gentle rounds (`r_init=0.25`): a prompt is compressed by many rounds that each merge a few of the
+    most similar slots. A compaction in decode is one round that merges `interval` slots, whatever r_* say.
 
     Args:
         budget: cache slots per KV head after compaction. An int counts slots; a float strictly between 0

@@ -82,9 +82,9 @@ def describe(model: ckv_compile.CKVForCausalLM, cache: ckv_compile.ClusteredCach
     """What was merged: the rounds that ran, and how many tokens a slot stands for."""
     config, schedule = model.ckv_config, model.ckv_config.schedule
     rounds = schedule.rounds(prompt_length) if prompt_length >= config.capacity else ()
-    settled = schedule.settle(prompt_length, config.capacity)
-    decoded = cache.get_seq_length() - prompt_length
-    in_decode = (max(0, settled - schedule.budget) + decoded) // config.interval
+    # Slots that appeared in decode and are no longer there: each compaction takes `interval` of them.
+    appended = schedule.settle(prompt_length, config.capacity) + cache.get_seq_length() - prompt_length
+    in_decode = (appended - int(cache.state.fill)) // config.interval
     degree = cache.state.degree[0]
     degree = degree[degree > 0]
     bounds = [1, 2, 3, 5, 9, 17, 33]

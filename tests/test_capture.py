@@ -41,6 +41,22 @@ def test_a_model_with_eager_attention_is_traced_through_sdpa_and_gets_its_attent
     assert torch.equal(ours.generate(ids, max_new_tokens=5), model.generate(ids, max_new_tokens=5))
 
 
+def test_training_flags_of_single_modules_are_kept():
+    model = tiny_model().train()
+    model.model.layers[1].eval()
+    flags = [module.training for module in model.modules()]
+    capture(model)
+    assert [module.training for module in model.modules()] == flags
+
+
+def test_casting_the_original_does_not_reach_a_compiled_model(prompt):
+    model = tiny_model()
+    ours = ckv_compile.transform(model, budget=128)
+    expected = ours.generate(prompt(9), max_new_tokens=6)
+    model.to(torch.float64)
+    assert torch.equal(ours.generate(prompt(9), max_new_tokens=6), expected)
+
+
 def test_the_attention_is_restored_when_the_capture_fails(monkeypatch):
     model = tiny_model(attn_implementation="eager")
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from conftest import needs_kernel
 
 from ckv_compile.kernels import cpu
-
-needs_kernel = pytest.mark.skipif(not cpu.is_available(torch.float32), reason="no CPU kernel on this machine")
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 
@@ -122,6 +121,18 @@ def test_degrees_up_to_a_million(dtype: torch.dtype) -> None:
 def test_large_scores() -> None:
     case = make_case((700,), capacity=701)
     assert_right(replace(case, q=case.q * 50), tolerance=1e-4)  # float32 scores of about 500
+
+
+@needs_kernel
+def test_a_nan_is_not_hidden() -> None:
+    case = make_case((300,), capacity=301)
+    case.keys[0, 1, 0, 17] = float("nan")
+    case.degree[..., 18] = 0.0
+    case.keys[0, 1, :, 18] = float("nan")  # in an empty slot it does not count
+    group = case.q.shape[1] // case.k.shape[1]
+    out = case.run()
+    assert out[0, :group].isnan().all()
+    assert out[0, group:].isfinite().all()
 
 
 @needs_kernel

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import ckv_compile
+from ckv_compile.kernels import cpu
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}  # the bar for agreement with transformers in float32
 SMALL = {"budget": 40, "interval": 16, "n_sink": 2, "n_recent": 6, "chunk_size": 16}
@@ -111,6 +112,31 @@ def test_with_compaction_the_model_equals_a_run_of_the_reference(family, compile
     assert (state.degree.sum(dim=-1) == total).all()
 
 
+@torch.no_grad()
+def test_the_path_that_ships_equals_the_reference_in_float32(prompt):
+    """C++ attention, reductions for linears, Inductor: with random keys far enough apart to rank alike in float32."""
+    assert cpu.is_available(torch.float32)
+    model, ours = pair("llama", "inductor", **SMALL)
+    found = generate(ours, prompt(200), 78)
+    expected, _ = reference_logits(model, ours.ckv_config, prompt(200), 78)
+    torch.testing.assert_close(torch.stack(found.logits), expected, **EXACT)
+
+
+def test_a_compiled_batch_of_unequal_rows_equals_each_row_alone_over_compactions(prompt):
+    ours = ckv_compile.transform(tiny_model().double(), **SMALL)
+    ids, mask = prompt(100, batch=3), torch.ones(3, 100, dtype=torch.int64)
+    paddings = (0, 99, 60)
+    for row, padding in enumerate(paddings):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    batch = generate(ours, ids, 60, attention_mask=mask)
+    assert set(ours._decode_programs) == {3}  # the row of one token needs no program of its own
+    for row, padding in enumerate(paddings):
+        alone = generate(ours, ids[row : row + 1, padding:], 60)
+        assert torch.equal(alone.sequences[0], batch.sequences[row, padding:])
+        for one, other in zip(alone.logits, batch.logits, strict=True):
+            torch.testing.assert_close(one[0], other[row], atol=1e-5, rtol=1e-5)
+
+
 def test_the_cache_is_exactly_budget_plus_interval_slots_and_never_grows(prompt):
     _, ours = pair("llama", "eager", **SMALL)
     cache = cache_of(generate(ours, prompt(100), 70))
@@ -140,13 +166,19 @@ def test_the_model_is_not_changed_and_the_weights_are_shared():
     assert not model.training
 
 
-def test_decode_never_recompiles_over_a_generation_and_between_generations(prompt):
+def test_decode_never_recompiles_over_a_generation_and_between_generations(prompt, monkeypatch):
+    """With every guard kept, so that there is something to recompile: the evidence that dropping them is safe."""
+    monkeypatch.setattr("ckv_compile.pipeline._no_guards", lambda guards: [True for _ in guards])
     ours = ckv_compile.transform(tiny_model(), compile="inductor", **SMALL)
     torch._dynamo.utils.counters.clear()
     ours.warm_up()
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for length in (60, 5, 130):
         ours.generate(prompt(length), max_new_tokens=40)
+    cache = cache_after(ours, prompt(30))
+    ours(prompt(1), past_key_values=cache)
+    with torch.inference_mode():
+        ours(prompt(1), past_key_values=cache)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled == 1
     assert not torch._dynamo.utils.counters["graph_break"]
 
@@ -249,6 +281,111 @@ def test_half_precision_generates_over_compactions(dtype, prompt):
 # ------------------------------------------------------------------------------------------------------------- errors
 
 
+def test_an_interrupted_step_breaks_the_cache_until_reset(prompt, monkeypatch):
+    _, ours = pair()
+    cache = cache_after(ours, prompt(20))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckv_compile.ops._append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ours(prompt(8), past_key_values=cache)
+    with pytest.raises(ckv_compile.InputError, match="interrupted half-way"):
+        ours(prompt(8), past_key_values=cache)
+    cache.reset()
+    assert torch.equal(ours(prompt(8), past_key_values=cache).logits, ours(prompt(8)).logits)
+
+
+def test_a_missing_compiler_is_named_before_the_prefill(prompt, monkeypatch):
+    ours = ckv_compile.transform(tiny_model(), budget=128)
+    monkeypatch.setattr("ckv_compile.ops._extend_attention", None)  # a prefill would fail
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/c++",), "force_disable_caches": True}),
+        pytest.raises(ckv_compile.CompileError, match='compile="eager" does without'),
+    ):
+        ours.generate(prompt(9), max_new_tokens=2)
+
+
+def test_a_convolution_beside_the_attention_is_refused():
+    class Mixing(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden):
+            return self.inner(hidden) + torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+
+    model = tiny_model()
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+    with pytest.raises(ckv_compile.UnsupportedModelError, match="another way than attention"):
+        ckv_compile.transform(model, budget=100)
+
+
+def test_positions_that_do_not_come_from_position_ids_are_refused(monkeypatch):
+    model = tiny_model()
+    rotary = model.model.rotary_emb
+    own = rotary.forward
+
+    def from_shape(x, position_ids, *args, **kwargs):
+        return own(x, torch.arange(x.shape[1])[None], *args, **kwargs)
+
+    monkeypatch.setattr(rotary, "forward", from_shape)
+    with pytest.raises(ckv_compile.UnsupportedModelError, match="another way than attention over position_ids"):
+        ckv_compile.transform(model, budget=100)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"width": 20},  # the whole prompt again
+        {"width": 12},  # the new turn without a mask that covers the cache
+        {"width": 12, "mask": 12},
+        {"width": 30, "mask": 25},
+    ],
+)
+def test_a_prompt_that_transformers_would_cut_wrongly_is_refused(options, prompt):
+    _, ours = pair()
+    mask = torch.ones(1, options["mask"], dtype=torch.int64) if "mask" in options else None
+    with pytest.raises(ckv_compile.InputError, match="continues a cache of 20"):
+        ours.generate(
+            prompt(options["width"]),
+            attention_mask=mask,
+            past_key_values=cache_after(ours, prompt(20)),
+            max_new_tokens=2,
+        )
+
+
+def test_a_new_turn_with_a_mask_over_the_cache_continues_it(prompt):
+    model, ours = pair()
+    ids = prompt(45)
+    cache = cache_after(ours, ids[:, :30])
+    mask = torch.ones(1, 45, dtype=torch.int64)
+    turn = ours.generate(ids[:, 30:], attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert torch.equal(turn[:, 15:], model.generate(ids, max_new_tokens=6, do_sample=False)[:, 45:])
+
+
+def test_what_a_clustered_cache_cannot_do_is_refused():
+    cache = pair()[1].new_cache()
+    with pytest.raises(ckv_compile.InputError, match="cannot be cropped"):
+        cache.crop(1)
+    with pytest.raises(ckv_compile.InputError, match="cannot be reordered"):
+        cache.reorder_cache(torch.tensor([0]))
+    assert not cache.is_croppable
+
+
+def test_saving_a_compiled_model_is_refused(tmp_path):
+    with pytest.raises(ckv_compile.CKVError, match="save the original model"):
+        pair()[1].save_pretrained(tmp_path)
+
+
+def test_int32_tokens_are_those_of_int64(prompt):
+    _, ours = pair("llama", "inductor", **SMALL)
+    for ids in (prompt(1, batch=2), prompt(9)):
+        assert torch.equal(ours(ids.int()).logits, ours(ids).logits)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -319,6 +456,18 @@ def test_a_model_without_sdpa_is_refused(monkeypatch):
             "padding_side='left'",
         ),
         (lambda m: m(torch.tensor([[1, 2]]), attention_mask=torch.tensor([[0, 0]])), "hides a whole row"),
+        (lambda m: m(torch.tensor([[1]]), attention_mask=torch.tensor([[0]])), "hides a whole row"),
+        (lambda m: m(torch.tensor([[1, 2]]), attention_mask=torch.tensor([[1]])), "it covers both"),
+        (
+            lambda m: m(
+                torch.tensor([[1]]),
+                attention_mask=torch.tensor([[0, 1, 1]]),
+                past_key_values=cache_after(m, torch.tensor([[1, 2]])),
+            ),
+            r"shows \[1\] earlier tokens of each row, but the cache holds \[2\]",
+        ),
+        (lambda m: m(torch.tensor([[1.0]]), past_key_values=cache_after(m, torch.tensor([[1, 2]]))), "int64, got"),
+        (lambda m: m.generate([1, 2]), "token ids are a tensor, got list"),
         (lambda m: m(torch.tensor([[1, 2]]), past_key_values=m.new_cache(2)), "1 rows of tokens for a cache of 2"),
         (
             lambda m: m(torch.tensor([[1, 2]]), past_key_values=pair("llama", "eager", **SMALL)[1].new_cache()),

@@ -7,16 +7,14 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import needs_kernel
 from torch import Tensor
 
 from ckv_compile import ops
 from ckv_compile.cache import CacheShape, CacheState
-from ckv_compile.kernels import cpu
 from ckv_compile.ops import cached_attention, compact_
 from ckv_compile.reference import CacheRows, Row, compress_row
 from ckv_compile.schedule import Schedule
-
-needs_kernel = pytest.mark.skipif(not cpu.is_available(torch.float32), reason="no CPU kernel on this machine")
 
 LAYERS, HEADS, KV_HEADS, SCALE = 2, 6, 2, 0.3
 SCHEDULE = Schedule(budget=24, n_sink=2, n_recent=4, chunk_size=8, r_init=0.5, r_decay=0.1, r_min=0.2)

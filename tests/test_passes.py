@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from ckv_compile.passes.canonicalize_attention import canonicalize_attention
+from ckv_compile.passes.insert_cached_attention import cache_shape, insert_cached_attention
+from ckv_compile.passes.insert_compaction import insert_compaction
+from ckv_compile.passes.reduce_linear import reduce_linear
+from ckv_compile.passes.slice_logits import slice_logits
 from conftest import tiny_model
 from torch import Tensor, nn
 from torch.export import Dim
@@ -18,11 +23,6 @@ from ckv_compile.config import CKVConfig
 from ckv_compile.errors import PassError
 from ckv_compile.graph import SDPA
 from ckv_compile.ops import cached_attention, compact_
-from ckv_compile.passes.canonicalize_attention import canonicalize_attention
-from ckv_compile.passes.insert_cached_attention import cache_shape, insert_cached_attention
-from ckv_compile.passes.insert_compaction import insert_compaction
-from ckv_compile.passes.reduce_linear import reduce_linear
-from ckv_compile.passes.slice_logits import slice_logits
 from ckv_compile.pipeline import run_passes
 
 SCHEDULE = CKVConfig(budget=64, interval=8, n_recent=8).schedule
@@ -157,9 +157,54 @@ class Dropout(OneLayer):
         return F.dropout(super().attend(q, k, v, mask), 0.3, training=self.training)
 
 
+class WindowInBuffer(BufferMask):
+    """A window that no number in the graph gives away, as GPT-Neo registers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.causal &= ~torch.ones(600, 600, dtype=torch.bool).tril(-100)
+
+
+class WindowInTensor(OneLayer):
+    def __init__(self) -> None:
+        super().__init__(enable_gqa=True)
+        self.register_buffer("window", torch.tensor(50))
+
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return (distance >= 0) & (distance < self.window)
+
+
+class WindowInFloat(OneLayer):
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return (distance >= 0) & (distance * (1 / 50.0) < 1)
+
+
+class LargeWindow(OneLayer):
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return (distance >= 0) & (distance < 32768)
+
+
+class Prefix(OneLayer):
+    def __init__(self) -> None:
+        super().__init__(is_causal=True, enable_gqa=True)
+        self.prefix = nn.Parameter(torch.randn(1, 2, 4, 8))
+
+    def attend(self, q, k, v, mask):
+        k, v = (torch.cat([self.prefix.expand(q.shape[0], -1, -1, -1), tensor], dim=2) for tensor in (k, v))
+        return super().attend(q, k, v, mask)
+
+
 @pytest.mark.parametrize(
     ("module", "found"),
     [
+        (WindowInBuffer(), "not causal at a length of 600"),
+        (WindowInTensor(), "not causal at a length of 52"),
+        (WindowInFloat(enable_gqa=True), "not causal at a length of 52"),
+        (LargeWindow(enable_gqa=True), "holds the number 32768: a window"),
+        (Prefix(), "a learned prefix"),
         (Window(enable_gqa=True), "not causal at a length of 42"),
         (Bidirectional(enable_gqa=True), "not causal at a length of 2"),
         (HidesToken(enable_gqa=True), "depends on the token ids"),
@@ -260,6 +305,19 @@ def test_slice_logits_refuses_an_output_that_is_no_linear_head():
 
     with pytest.raises(PassError, match="logits made by a linear head"):
         slice_logits(trace(Normed(is_causal=True, enable_gqa=True)))
+
+
+def test_attention_that_is_not_canonical_gets_no_cache():
+    graph = capture(tiny_model())
+    with pytest.raises(PassError, match="expected the canonical form of canonicalize_attention"):
+        insert_cached_attention(graph, SCHEDULE)
+    with pytest.raises(PassError, match="scaled_dot_product_attention nodes, found none"):
+        insert_cached_attention(trace(Handwritten()), SCHEDULE)
+
+
+def test_compaction_without_a_cache_is_refused():
+    with pytest.raises(PassError, match=r"ckv::cached_attention nodes before it, found none"):
+        insert_compaction(capture(tiny_model()), SCHEDULE)
 
 
 def test_compaction_closes_the_step():

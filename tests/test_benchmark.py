@@ -1,0 +1,59 @@
+"""The benchmark command in short form: every table, on a tiny model."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from ckv_compile import benchmark
+
+
+@pytest.fixture
+def tiny(monkeypatch, prompt):
+    def load(source, dtype=torch.float32):
+        return tiny_model().to(dtype), lambda text, return_tensors: SimpleNamespace(input_ids=prompt(400))
+
+    monkeypatch.setattr(benchmark, "load_model", load)
+    monkeypatch.setattr(benchmark, "FLAT_CONTEXTS", (50, 100))
+    monkeypatch.setattr(benchmark, "QUALITY_TOKENS", 20)
+    monkeypatch.setattr(benchmark, "QUALITY_BUDGETS", (0.5,))
+    monkeypatch.setattr(benchmark, "BANDWIDTH_BYTES", 2**20)
+
+
+def test_all_tables_are_printed_and_written(tiny, tmp_path, capsys):
+    file = tmp_path / "result.json"
+    benchmark.main(
+        [
+            "--context",
+            "300",
+            "--budget",
+            "110",
+            "--tokens",
+            "8",
+            "--rounds",
+            "2",
+            "--dtypes",
+            "float32",
+            "--json",
+            str(file),
+        ]
+    )
+    result = json.loads(file.read_text())
+    (run,) = result["runs"]
+    caches = {row["method"]: row["cache_mb"] for row in run["rows"]}
+    assert caches["ckv_compile, 110 slots"] == 3 * 3 * (110 + 64) * (2 * 8 * 4 + 4) / 1e6
+    assert len(caches) == 5
+    assert all(row["ms_per_token"] > 0 for row in run["rows"])
+    full, half = result["quality"]
+    assert full["kl"] < 1e-6 < half["kl"]
+    assert full["agreement"] == 1.0
+    printed = capsys.readouterr().out
+    for heading in ("ms/token", "time per token against context", "the next 20 tokens"):
+        assert heading in printed
+
+
+def test_a_text_that_is_too_short_is_named(tiny):
+    with pytest.raises(SystemExit, match="the text has only 400 tokens"):
+        benchmark.main(["--context", "500", "--only", "quality"])
