@@ -303,7 +303,7 @@ def test_a_missing_compiler_is_named_before_the_prefill(prompt, monkeypatch):
     monkeypatch.setattr("ckv_compile.ops._extend_attention", None)  # a prefill would fail
     with (
         torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/c++",), "force_disable_caches": True}),
-        pytest.raises(ckv_compile.CompileError, match='compile="eager" does without'),
+        pytest.raises(ckv_compile.CompileError, match=r'compile="eager"\) does without'),
     ):
         ours.generate(prompt(9), max_new_tokens=2)
 
