@@ -67,8 +67,9 @@ def _converted(gguf: Path) -> Path:
     try:
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        # transformers believes that a dequantised model is still quantised, and would refuse to save it.
-        del model.config.quantization_config
+        # Newer transformers believe that a dequantised model is still quantised, and would refuse to save it.
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
         model.hf_quantizer, model.is_quantized = None, False
         model.save_pretrained(scratch)
         AutoTokenizer.from_pretrained(**source).save_pretrained(scratch)

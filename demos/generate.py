@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=SMOLLM2, help="hub id, folder or GGUF file (default: %(default)s)")
     parser.add_argument("--length", type=int, default=6000, help="tokens of text to quote (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=100, help="longest answer (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=80, help="longest answer (default: %(default)s)")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     logging.basicConfig(level=logging.WARNING, format="          %(message)s")
