@@ -77,8 +77,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     Made by `transform`. `generate()` is transformers' own, for greedy search and sampling. Each call to `generate`
     (or to `forward` without a cache) allocates a cache for its rows and drops it with its result.
 
-    A prompt is prefilled row by row without its padding, so a row never depends on its neighbours. The decode program
-    of each batch size is compiled at its first use; `warm_up` does that ahead.
+    A prompt is prefilled row by row without its padding, and a row of a batch never depends on its neighbours. The
+    decode program of each batch size is compiled at its first use; `warm_up` does that ahead.
     """
 
     config_class = PreTrainedConfig
@@ -102,7 +102,7 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     @property
     def passes(self) -> tuple[PassResult, ...]:
-        """The passes that made this model, in order, with the sites each rewrote."""
+        """The passes that made the rewritten graph, in order, with the sites each rewrote."""
         return self._rewritten.passes
 
     def new_cache(self, batch_size: int = 1) -> ClusteredCache:
@@ -125,12 +125,13 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
         Raises:
             CompileError: if it cannot be compiled here, with the reason.
+            ConcurrentUseError: if another thread is using this model.
         """
         if self._mode == "eager" or batch_size in self._decode_programs:
             return
         scratch = self.new_cache(batch_size).state
         ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
-        with torch.inference_mode(False), torch.no_grad(), _no_autocast(self.device):
+        with self._exclusive(), torch.inference_mode(False), torch.no_grad(), _no_autocast(self.device):
             program = decode_program(self._rewritten, self.ckv_config, batch_size)
             try:
                 program(ids, *scratch)
@@ -175,7 +176,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
         Args:
             input_ids: [B, S] int64; S = 1 is a decode step, a longer one a prompt or a later turn.
-            attention_mask: [B, >= S]; zeros at the left of its last S columns are padding and are skipped.
+            attention_mask: [B, columns in the cache + S]; zeros at the left of its last S columns are padding, which
+                is skipped. None where there is no padding.
             cache: the cache to continue (`past_key_values` is its older name); None starts a new one.
             use_cache: must be true.
             logits_to_keep: must be 1.

@@ -18,6 +18,7 @@ def test_the_graph_shares_the_weights():
     graph = capture(model)
     own = {parameter.data_ptr() for parameter in model.parameters()}
     assert {parameter.data_ptr() for parameter in graph.parameters()} == own
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_batch_and_length_are_dynamic(prompt):
