@@ -58,7 +58,6 @@ class ClusteredCache(Cache):  # type: ignore[misc]
 
     def __init__(self, shape: CacheShape, capacity: int, batch_size: int) -> None:
         super().__init__(layers=[])
-        self.capacity = capacity
         self.state = CacheState.allocate(shape, capacity, batch_size)
         self.columns = 0
         self.broken = False

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TextStreamer
 
 import ckv_compile
+from ckv_compile.benchmark import cache_bytes
 from ckv_compile.loading import SMOLLM2, load_model
 
 QUESTION = (
@@ -69,12 +70,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: Tensor, tokens: int, 
     start, *times = streamer.times
     steps = [after - before for before, after in pairwise(times)]
     cache = output.get("cache", output.get("past_key_values"))
-    if isinstance(cache, ckv_compile.ClusteredCache):
-        held = cache.nbytes()
-    else:
-        held = sum(
-            tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in (layer.keys, layer.values)
-        )
+    held = cache_bytes(cache)
     return cache, [f"{times[0] - start:.1f}", f"{1 / statistics.median(steps):.1f}", f"{held / 1e6:.0f}"]
 
 
