@@ -111,7 +111,7 @@ def _extend_attention(
     """Attention of S new tokens [H, S, D] of one row over its `used` slots and causally over themselves."""
     steps, group = q.shape[1], q.shape[0] // k.shape[0]
     if used == 0:
-        # The flash kernel is up to 10 % faster on contiguous, repeated heads; they live for one layer only.
+        # The flash kernel is faster on contiguous, repeated heads; they live for one layer only.
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
         return F.scaled_dot_product_attention(q.contiguous()[None], k[None], v[None], is_causal=True, scale=scale)[0]
     all_keys = torch.cat([keys[:, :used], k], dim=1)[None]  # [1, Hkv, used + S, D]

@@ -55,8 +55,8 @@ class Program(Protocol):
 class Rewritten(NamedTuple):
     """A model after the passes: a graph of (input_ids [B, S], *state) -> (logits [B, 1, vocab],), B and S dynamic.
 
-    The graph runs prefill as it is: at those lengths the libraries' matrix products and attention take all the time,
-    and compiling it with Inductor gained 1-2 % of a prefill of 8,000 tokens on the CPU for 13 s of compilation.
+    The graph runs prefill as it is: at those lengths the libraries' matrix products and attention take nearly all the
+    time on the CPU, and compiling the rest is not worth its seconds.
     """
 
     graph: GraphModule
@@ -125,7 +125,7 @@ def decode_program(rewritten: Rewritten, config: CKVConfig, batch_size: int) -> 
     """Compile the decode step of `batch_size` rows: one program in which every shape is static.
 
     It has no guards: its arguments always have the dtypes and shapes of the cache that the caller checked, its weights
-    are its own, and evaluating one guard per weight takes 3-5 % of a step.
+    are its own, and one guard per weight would be evaluated at every step.
     """
     ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=rewritten.shape.device)
     state = CacheState.allocate(rewritten.shape, config.capacity, batch_size)
