@@ -2,7 +2,7 @@
 # choice here, since an unpinned torch can be several GB.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-MODEL ?= smollm2
+MODEL ?=
 ARGS ?=
 BIN := .venv/bin
 
@@ -18,7 +18,7 @@ setup: .venv/ready
 	touch $@
 
 demo: setup
-	$(BIN)/python demos/generate.py --model $(MODEL) $(ARGS)
+	$(BIN)/python demos/generate.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
@@ -29,7 +29,7 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python -m ckv_compile.benchmark --model $(MODEL) $(ARGS)
+	$(BIN)/python -m ckv_compile.benchmark $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,19 +21,23 @@ import torch
 import transformers
 from tabulate import tabulate
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, StoppingCriteria
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
 
 from ckv_compile.cache import ClusteredCache
 from ckv_compile.loading import SMOLLM2, load_model
 from ckv_compile.model import CKVForCausalLM, transform
 from ckv_compile.ops import cached_attention
+from ckv_compile.roofline import GPUS, floors, largest_batch, llama_8b, shape_of, weight_bytes
 
 BANDWIDTH_BYTES = 512 * 2**20
 FLAT_CONTEXTS = (2048, 8192, 32768)
 FLAT_LAYERS = 6
 QUALITY_BUDGETS = (0.5, 0.25, 0.125)
 QUALITY_TOKENS = 256
+LLAMA_8B = "llama-3.1-8b"
+ROOFLINE_KEPT = (0.5, 0.25)
 
 
 class Timing(NamedTuple):
@@ -44,34 +48,34 @@ class Timing(NamedTuple):
     cache_bytes: int
 
 
-class _Clock(StoppingCriteria):  # type: ignore[misc]
-    """Notes the time of every token; never stops."""
+class _Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes the time of the prompt and of every token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+    def put(self, value: Tensor) -> None:
         self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    def end(self) -> None:
+        pass
 
 
 def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options: Any) -> Timing:
     """Generate exactly `tokens` tokens greedily after `prompt` [1, S] and time each."""
     clock = _Clock()
-    start = time.perf_counter()
     output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=tokens,
-        min_new_tokens=tokens,
+        eos_token_id=None,
         do_sample=False,
         return_dict_in_generate=True,
-        stopping_criteria=[clock],
+        streamer=clock,
         **options,
     )
-    times = clock.times
-    steps = [after - before for before, after in itertools.pairwise(times)]
-    return Timing(times[0] - start, steps, cache_bytes(output.get("cache", output.get("past_key_values"))))
+    prefill, *steps = [after - before for before, after in itertools.pairwise(clock.times)]
+    return Timing(prefill, steps, cache_bytes(output.get("cache", output.get("past_key_values"))))
 
 
 def cache_bytes(cache: Cache) -> int:
@@ -102,16 +106,6 @@ class Memory:
     def bandwidth(self) -> float:
         """Median of the samples, bytes per second."""
         return statistics.median(self._samples)
-
-
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that one decode step reads; an embedding that is not tied to the head is only looked up."""
-    unique = {parameter.data_ptr(): parameter for parameter in model.parameters()}
-    total: int = sum(parameter.numel() * parameter.element_size() for parameter in unique.values())
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if embedding.data_ptr() != head.data_ptr():
-        total -= embedding.numel() * embedding.element_size()
-    return total
 
 
 def text_prompt(tokenizer: Any, length: int) -> Tensor:
@@ -254,7 +248,7 @@ def _step_alone(model: CKVForCausalLM, prompt: Tensor, memory: Memory) -> tuple[
         memory.sample()  # which also drives the cache out of the processor's own
         start = time.perf_counter()
         for layer in range(shape.layers):
-            cached_attention(q, k, k, *cache.state[:4], layer, 1.0, **plan)
+            cached_attention(q, k, k, *cache.state[:5], layer, 1.0, **plan)
         attentions.append(time.perf_counter() - start)
     return statistics.median(steps), statistics.median(attentions)
 
@@ -266,6 +260,26 @@ def _settled(runs: Iterable[Timing]) -> list[float]:
 
 def _progress(message: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {message}", flush=True)
+
+
+def roofline(source: str, gpus: list[str], contexts: list[int], batches: list[int]) -> list[dict[str, Any]]:
+    """The least time of a decode step in bfloat16 on each GPU: full cache against clustered (see `roofline.py`)."""
+    config = llama_8b() if source == LLAMA_8B else AutoConfig.from_pretrained(source)
+    shape = shape_of(config)
+    rows = []
+    for name in gpus:
+        for floor in floors(GPUS[name], shape, contexts, ROOFLINE_KEPT, batches):
+            slots = floor.kept * floor.context
+            rows.append(
+                {
+                    "gpu": name,
+                    **floor._asdict(),
+                    "speedup": floor.speedup,
+                    "full_batch": largest_batch(GPUS[name], shape, floor.context, clustered=False),
+                    "clustered_batch": largest_batch(GPUS[name], shape, int(slots), clustered=True),
+                }
+            )
+    return rows
 
 
 def report(result: dict[str, Any]) -> str:
@@ -305,6 +319,31 @@ def report(result: dict[str, Any]) -> str:
         parts.append(
             tabulate(rows, headers=["context", "ms/token", "p10", "p90"], tablefmt="github", disable_numparse=True)
         )
+    if result.get("roofline"):
+        rows = [
+            [
+                row["gpu"],
+                row["context"],
+                row["batch"],
+                f"{row['kept']:.0%}",
+                f"{row['full_bytes'] / 1e9:.1f}" if row["full_fits"] else "-",
+                f"{1e3 * row['full_seconds']:.2f}" if row["full_fits"] else "-",
+                f"{row['clustered_bytes'] / 1e9:.1f}" if row["clustered_fits"] else "-",
+                f"{1e3 * row['clustered_seconds']:.2f}" if row["clustered_fits"] else "-",
+                f"{row['speedup']:.2f}x" if row["full_fits"] else "-",
+                row["full_batch"],
+                row["clustered_batch"],
+            ]
+            for row in result["roofline"]
+        ]
+        parts.append(
+            f"the floor of a decode step of {result['machine']['model']} in bfloat16, by data sheets, nothing measured "
+            "(- does not fit in memory; most rows: weights and caches only)"
+        )
+        heads = ["GPU", "context", "rows", "kept", "full GB", "full ms", "clustered GB", "clustered ms", "at most"]
+        parts.append(
+            tabulate(rows, headers=[*heads, "most rows, full", "clustered"], tablefmt="github", disable_numparse=True)
+        )
     if result.get("quality"):
         rows = [
             [f"{row['kept']:.1%}", f"{row['perplexity']:.2f}", f"{row['kl']:.3f}", f"{row['agreement']:.1%}"]
@@ -325,7 +364,7 @@ def _cpu_name() -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line, run, print the tables, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=SMOLLM2, help="hub id, folder or GGUF file (default: %(default)s)")
+    parser.add_argument("--model", help=f"hub id, folder or GGUF file (default: {SMOLLM2})")
     parser.add_argument("--context", type=int, default=8000, help="prompt tokens (default: %(default)s)")
     parser.add_argument("--budget", type=int, default=2048, help="slots per KV head (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate (default: %(default)s)")
@@ -333,8 +372,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--only", choices=["speed", "flatness", "quality"], help="run one of the three tables")
+    parser.add_argument(
+        "--roofline",
+        nargs="+",
+        choices=sorted(GPUS),
+        metavar="GPU",
+        help=f"print the floors of a decode step on these GPUs ({', '.join(sorted(GPUS))}) and run nothing; --model is "
+        f"then a hub id, a folder, or {LLAMA_8B}, the default",
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768, 131072], help="of the roofline")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="of the roofline")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args(arguments)
+    args.model = args.model or (LLAMA_8B if args.roofline else SMOLLM2)
+    wanted = {args.only} if args.only else {"speed", "flatness", "quality"}
+    if args.roofline:
+        wanted = {"roofline"}
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
@@ -350,12 +403,11 @@ def main(arguments: list[str] | None = None) -> None:
         "runs": [
             compare(args.model, getattr(torch, name), args.context, args.budget, args.tokens, args.rounds)
             for name in args.dtypes
-            if args.only in (None, "speed")
+            if "speed" in wanted
         ],
-        "flatness": flatness(args.model, args.budget, args.tokens, args.rounds)
-        if args.only in (None, "flatness")
-        else [],
-        "quality": quality(args.model, args.context) if args.only in (None, "quality") else [],
+        "flatness": flatness(args.model, args.budget, args.tokens, args.rounds) if "flatness" in wanted else [],
+        "quality": quality(args.model, args.context) if "quality" in wanted else [],
+        "roofline": roofline(args.model, args.roofline, args.contexts, args.batches) if "roofline" in wanted else [],
     }
     print(report(result))
     if args.json:

@@ -30,6 +30,7 @@ class CacheState(NamedTuple):
     values: Tensor  # [B, L, Hkv, C, D] model dtype
     degree: Tensor  # [B, L, Hkv, C] float32; tokens a slot stands for, 0 = empty
     fill: Tensor  # [B] int64; used slots, the same in every layer and head
+    active: Tensor  # [B] bool; rows that take tokens: a finished row of a batch is left as it is
     position: Tensor  # [B] int64; tokens seen, which RoPE uses
 
     @classmethod
@@ -41,6 +42,7 @@ class CacheState(NamedTuple):
             values=torch.zeros(*slots, shape.head_dim, dtype=shape.dtype, device=shape.device),
             degree=torch.zeros(slots, dtype=torch.float32, device=shape.device),
             fill=torch.zeros(batch_size, dtype=torch.int64, device=shape.device),
+            active=torch.ones(batch_size, dtype=torch.bool, device=shape.device),
             position=torch.zeros(batch_size, dtype=torch.int64, device=shape.device),
         )
 
@@ -94,6 +96,7 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         """Empty the cache: nothing of what it held can be read again."""
         for tensor in self.state:
             tensor.zero_()
+        self.state.active.fill_(True)
         self.columns = 0
         self.broken = False
 

@@ -2,15 +2,24 @@
 
 import contextlib
 import copy
+import importlib.util
 import inspect
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerationMode,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ckv_compile.cache import ClusteredCache
@@ -32,6 +41,9 @@ from ckv_compile.pipeline import (
     decode_program,
     rewrite,
 )
+from ckv_compile.runtime import DecodeStep, Sampler, decode_loop
+
+log = logging.getLogger("ckv_compile")
 
 # transformers renames the cache argument and output from `past_key_values` to `cache`.
 _CACHE_NAME = "cache" if "cache" in inspect.signature(CausalLMOutputWithPast).parameters else "past_key_values"
@@ -51,10 +63,11 @@ def transform(
         model.generate(**inputs, max_new_tokens=200)
 
     Args:
-        model: a decoder-only Hugging Face causal LM on one device. It is not changed, and the result shares its
-            weights.
+        model: a decoder-only Hugging Face causal LM on one device, the CPU or a CUDA device. It is not changed, and the
+            result shares its weights.
         config: the configuration; or pass its fields as options, `budget` at least (see `CKVConfig`).
-        compile: "inductor" compiles the decode step at its first use; "eager" runs the same graph uncompiled.
+        compile: "inductor" compiles the decode step at its first use and on CUDA records it as a CUDA graph;
+            "inductor-no-cudagraphs" only compiles it; "eager" runs the same graph uncompiled.
         **options: fields of `CKVConfig`.
 
     Raises:
@@ -68,17 +81,29 @@ def transform(
     _check_model(model)
     text_config = model.config.get_text_config(decoder=True)
     config = config.resolve(getattr(text_config, "max_position_embeddings", None))
-    return CKVForCausalLM(model, rewrite(model, config), config, mode)
+    if model.device.type == "cuda":
+        from ckv_compile.kernels import compaction
+
+        compaction.check_schedule(config.schedule)
+    with _programs_run_on(model.device):
+        rewritten = rewrite(model, config)
+    return CKVForCausalLM(model, rewritten, config, mode)
 
 
 class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A causal LM whose attention reads a clustered KV cache of budget + interval slots per KV head.
 
-    Made by `transform`. `generate()` is transformers' own, for greedy search and sampling. Each call to `generate`
-    (or to `forward` without a cache) allocates a cache for its rows and drops it with its result.
+    Made by `transform`. `generate()` is transformers' own, for greedy search and sampling: the options of every
+    version, checked and prepared by transformers. Where they allow (greedy, temperature, top-k, top-p, min-p,
+    repetition penalty, end-of-sequence tokens, streamers), tokens come from `runtime.decode_loop`; for all others from
+    transformers' own loop, one `forward` a token.
 
     A prompt is prefilled row by row without its padding, and a row of a batch never depends on its neighbours. The
     decode program of each batch size is compiled at its first use; `warm_up` does that ahead.
+
+    On the CPU each call to `generate` allocates a cache for its rows and drops it with its result. On CUDA the model
+    keeps one cache per batch size between calls, since the recorded step is bound to its addresses; `release` gives
+    them back.
     """
 
     config_class = PreTrainedConfig
@@ -97,6 +122,10 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self._mode = mode
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._decode_programs: dict[int, Program] = {}
+        self._steps: weakref.WeakKeyDictionary[ClusteredCache, list[DecodeStep]] = weakref.WeakKeyDictionary()
+        self._records = mode == "inductor" and model.device.type == "cuda"
+        self._idle: dict[int, ClusteredCache] = {}  # by batch size; recorded steps are bound to them
+        self._lent: ClusteredCache | None = None  # to the generate() that runs
         self._running = threading.RLock()
         self.train(model.training)
 
@@ -127,20 +156,14 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             CompileError: if it cannot be compiled here, with the reason.
             ConcurrentUseError: if another thread is using this model.
         """
-        if self._mode == "eager" or batch_size in self._decode_programs:
-            return
-        scratch = self.new_cache(batch_size).state
-        ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
-        with self._exclusive(), torch.inference_mode(False), torch.no_grad(), _no_autocast(self.device):
-            program = decode_program(self._rewritten, self.ckv_config, batch_size)
-            try:
-                program(ids, *scratch)
-            except Exception as error:
-                raise CompileError(
-                    f"the decode step could not be compiled ({type(error).__name__}: {error}); Inductor needs a C++ "
-                    'compiler on the CPU; transform(..., compile="eager") does without'
-                ) from error
-        self._decode_programs[batch_size] = program
+        with self._exclusive():
+            cache = self._borrow_cache(batch_size)
+            self._compile(cache)
+            self._return_cache(cache)
+
+    def release(self) -> None:
+        """Give back the caches and recorded steps that are kept on CUDA between calls to `generate`."""
+        self._idle.clear()
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """Generate as transformers does, by greedy search or sampling.
@@ -154,7 +177,13 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             if prompt is not None:
                 self._check_tokens(prompt)
                 _check_continuation(prompt, kwargs)
-            return super().generate(inputs, generation_config, **kwargs)
+            try:
+                output = super().generate(inputs, generation_config, **kwargs)
+                if self._lent is not None and isinstance(output, Tensor):  # else the caller has the cache
+                    self._return_cache(self._lent)
+                return output
+            finally:
+                self._lent = None
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: there is no format yet from which a compiled model could be loaded."""
@@ -177,7 +206,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Args:
             input_ids: [B, S] int64; S = 1 is a decode step, a longer one a prompt or a later turn.
             attention_mask: [B, columns in the cache + S]; zeros at the left of its last S columns are padding, which
-                is skipped. None where there is no padding.
+                is skipped. None where there is no padding. At a decode step a row whose last column is zero takes no
+                token, its logits mean nothing, and the other columns are not looked at.
             cache: the cache to continue (`past_key_values` is its older name); None starts a new one.
             use_cache: must be true.
             logits_to_keep: must be 1.
@@ -199,12 +229,16 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 f"output_attentions={output_attentions}, output_hidden_states={output_hidden_states})"
             )
         cache = cache if cache is not None else past_key_values
-        with self._exclusive(), torch.inference_mode(False), torch.no_grad(), _no_autocast(self.device):
+        with self._exclusive(), _programs_run_on(self.device):
             self._check_tokens(input_ids)
             cache = cache if cache is not None else self.new_cache(input_ids.shape[0])
             self._check_cache(cache, input_ids)
-            padding = _left_padding(attention_mask, cache, input_ids)
-            logits = self._advance(input_ids.to(torch.int64, copy=True), padding, cache)
+            if input_ids.shape[1] > 1 or not cache.columns:
+                padding = _left_padding(attention_mask, cache, input_ids)
+            if input_ids.shape[1] > 1:
+                logits = self._prefill_rows(input_ids, padding, cache)
+            else:
+                logits = self._decode(input_ids, attention_mask, cache)
         if return_dict is False:
             return logits, cache
         return CausalLMOutputWithPast(logits=logits, **{_CACHE_NAME: cache})
@@ -219,20 +253,113 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             )
         return self
 
-    def _advance(self, input_ids: Tensor, padding: list[int], cache: ClusteredCache) -> Tensor:
-        batch, steps = input_ids.shape
-        if steps == 1:
-            self.warm_up(batch)
+    def _compile(self, cache: ClusteredCache) -> None:
+        """Compile the decode step of the batch size of a cache, which is left as it is."""
+        rows, active = cache.batch_size, cache.state.active
+        if self._mode == "eager" or rows in self._decode_programs:
+            return
+        with _programs_run_on(self.device):
+            program = decode_program(self._rewritten, cache.state)
+            before = active.clone()
+            active.fill_(False)
+            try:
+                program(torch.zeros(rows, 1, dtype=torch.int64, device=self.device), *cache.state)
+            except Exception as error:
+                raise CompileError(
+                    f"the decode step could not be compiled ({type(error).__name__}: {error}); Inductor needs a C++ "
+                    'compiler on the CPU and Triton on CUDA; transform(..., compile="eager") does without'
+                ) from error
+            finally:
+                active.copy_(before)
+        self._decode_programs[rows] = program
+
+    def _prefill_rows(self, input_ids: Tensor, padding: list[int], cache: ClusteredCache) -> Tensor:
+        """Advance a cache by [B, S] tokens, row by row and each without its padding; return the last logits."""
+        ids = input_ids.to(torch.int64, copy=True)
+        cache.state.active.fill_(True)
         cache.broken = True  # until every layer and row of this step is in it
-        if steps == 1:
-            program: Program = self._decode_programs.get(batch, self.graph)
-            logits = program(input_ids, *cache.state)[0]
-        else:
-            rows = [self.graph(input_ids[b : b + 1, pad:], *cache.state.row(b))[0] for b, pad in enumerate(padding)]
-            logits = torch.cat(rows)
-        cache.columns += steps
+        rows = [self.graph(ids[b : b + 1, pad:], *cache.state.row(b))[0] for b, pad in enumerate(padding)]
+        cache.columns += ids.shape[1]
         cache.broken = False
-        return logits
+        return torch.cat(rows)
+
+    def _decode(self, input_ids: Tensor, attention_mask: Tensor | None, cache: ClusteredCache) -> Tensor:
+        """Advance a cache by one token a row [B, 1]; return the logits."""
+        step = self._decode_step(cache, sampler=None)
+        if attention_mask is None:
+            cache.state.active.fill_(True)
+        else:
+            _check_mask_shape(attention_mask, cache, input_ids)
+            cache.state.active.copy_(attention_mask[:, -1])
+        step.ids.copy_(input_ids)
+        cache.broken = True
+        step.run()
+        cache.columns += 1
+        cache.broken = False
+        return step.logits.clone()  # the step writes the next ones to the same place
+
+    def _decode_step(self, cache: ClusteredCache, sampler: Sampler | None) -> DecodeStep:
+        """The decode step of a cache, made at its first use; the last one of each kind is kept with the cache."""
+        kept = self._steps.setdefault(cache, [])
+        for step in kept:
+            if (step.sampler and step.sampler.key) == (sampler and sampler.key):
+                step.sampler = sampler
+                return step
+        self._compile(cache)
+        program: Program = self._decode_programs.get(cache.batch_size, self.graph)
+        with _programs_run_on(self.device):
+            step = DecodeStep(program, cache.state, sampler, self._vocab_size, self._records)
+        kept[:] = [other for other in kept if (other.sampler is None) != (sampler is None)] + [step]
+        return step
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Generate by our own loop where the options allow, else by transformers'."""
+        obstacle = Sampler.obstacle(logits_processor, stopping_criteria)
+        wanted = [name for name in ("output_scores", "output_logits") if getattr(generation_config, name)]
+        if synced_gpus or obstacle or (wanted and generation_config.return_dict_in_generate):
+            log.info("generating by transformers' own loop, for %s", obstacle or ", ".join(wanted) or "synced_gpus")
+            return super()._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+            )
+        cache: ClusteredCache = model_kwargs[_CACHE_NAME]
+        self._check_cache(cache, input_ids)
+        sampler = Sampler(
+            logits_processor, stopping_criteria, generation_config.do_sample, generation_config._pad_token_tensor
+        )
+        step = self._decode_step(cache, sampler)  # before the prefill: whatever fails should not come after it
+        logits = self._prefill(input_ids, generation_config, model_kwargs).logits
+        length = min(
+            criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)
+        )
+        with _programs_run_on(self.device):
+            tokens = decode_loop(step, cache, input_ids, logits, length, streamer)
+        if streamer is not None:
+            streamer.end()
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=tokens, **{_CACHE_NAME: cache})
+        return tokens
+
+    def _borrow_cache(self, batch_size: int) -> ClusteredCache:
+        """An empty cache: the one that was kept for this batch size, or a new one."""
+        cache = self._idle.pop(batch_size, None)
+        if cache is None:
+            return self.new_cache(batch_size)
+        cache.reset()
+        return cache
+
+    def _return_cache(self, cache: ClusteredCache) -> None:
+        """Keep a cache that nobody else holds for the next call, if a recorded step is bound to it."""
+        if self._records:
+            self._idle[cache.batch_size] = cache
 
     def _check_tokens(self, input_ids: Tensor) -> None:
         if not isinstance(input_ids, Tensor):
@@ -243,6 +370,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             raise InputError(f"a prompt is [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
         if input_ids.dtype not in (torch.int64, torch.int32):
             raise InputError(f"token ids are int64, got {input_ids.dtype}")
+        if input_ids.is_cuda and input_ids.shape[1] == 1:
+            return  # the tokens of a step are not looked at: that would wait for the device
         low, high = (int(bound) for bound in torch.aminmax(input_ids))
         if low < 0 or high >= self._vocab_size:
             raise InputError(
@@ -307,8 +436,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         given = given if given is not None else model_kwargs.pop("cache", None)
         rows = batch_size * generation_config.num_return_sequences
         if given is None:
-            self.warm_up(rows)  # before the prefill: whatever fails should not come after it
-            given = self.new_cache(rows)
+            given = self._lent = self._borrow_cache(rows)
+            self._compile(given)  # before the prefill: whatever fails should not come after it
         model_kwargs[_CACHE_NAME] = given
 
 
@@ -327,11 +456,7 @@ def _left_padding(attention_mask: Tensor | None, cache: ClusteredCache, input_id
     batch, steps = input_ids.shape
     if attention_mask is None:
         return [0] * batch
-    if attention_mask.shape != (batch, cache.columns + steps):
-        raise InputError(
-            f"an attention_mask of {tuple(attention_mask.shape)} for {batch} rows with {cache.columns} columns in the "
-            f"cache and {steps} new ones: it covers both"
-        )
+    _check_mask_shape(attention_mask, cache, input_ids)
     mask = attention_mask.bool()
     new = mask[:, cache.columns :]
     if not bool((new[:, 1:] >= new[:, :-1]).all()):
@@ -344,6 +469,15 @@ def _left_padding(attention_mask: Tensor | None, cache: ClusteredCache, input_id
     if seen != shown:
         raise InputError(f"the attention_mask shows {shown} earlier tokens of each row, but the cache holds {seen}")
     return (steps - new.sum(dim=1)).tolist()
+
+
+def _check_mask_shape(attention_mask: Tensor, cache: ClusteredCache, input_ids: Tensor) -> None:
+    batch, steps = input_ids.shape
+    if attention_mask.shape != (batch, cache.columns + steps):
+        raise InputError(
+            f"an attention_mask of {tuple(attention_mask.shape)} for {batch} rows with {cache.columns} columns in the "
+            f"cache and {steps} new ones: it covers both"
+        )
 
 
 def _check_continuation(prompt: Tensor, options: dict[str, Any]) -> None:
@@ -362,9 +496,16 @@ def _check_continuation(prompt: Tensor, options: dict[str, Any]) -> None:
         )
 
 
-def _no_autocast(device: torch.device) -> torch.autocast:
-    """The programs run in the dtype that they were captured in."""
-    return torch.autocast(device.type, enabled=False)
+@contextlib.contextmanager
+def _programs_run_on(device: torch.device) -> Iterator[None]:
+    """The context of every program: no autograd, the dtype that it was captured in, and its device the current one."""
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(torch.inference_mode(False))
+        contexts.enter_context(torch.no_grad())
+        contexts.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda":
+            contexts.enter_context(torch.cuda.device(device))
+        yield
 
 
 def _check_model(model: PreTrainedModel) -> None:
@@ -385,5 +526,7 @@ def _check_model(model: PreTrainedModel) -> None:
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     if len(devices) != 1:
         raise UnsupportedModelError(f"the model lies on several devices ({', '.join(devices)}): move it to one first")
-    if not devices[0].startswith("cpu"):
-        raise UnsupportedModelError(f"the model lies on {devices[0]}: this version runs on the CPU only")
+    if model.device.type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(f"the model lies on {devices[0]}: it must be on the CPU or on a CUDA device")
+    if model.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UnsupportedModelError(f"the model lies on {devices[0]}, where the kernels need Triton: install triton")

@@ -2,8 +2,13 @@
 
 `ckv::cached_attention` appends a step's keys and values to one layer of the cache and attends; `ckv::compact_` closes
 the step for all layers. Both change the state tensors of `CacheState` in place, and their schemas say so. Batch row b
-of every argument belongs to batch row b of the state.
+of every argument belongs to batch row b of the state; a row that is not active is left as it is.
+
+On CUDA the work is done by the Triton kernels, and one new token a row (S = 1) never waits for the device. Under
+Triton's interpreter (TRITON_INTERPRET=1) tensors on the CPU take the same way.
 """
+
+import os
 
 import torch
 import torch.nn.functional as F
@@ -17,21 +22,23 @@ from ckv_compile.schedule import Schedule
 EXTEND_BLOCK = 512
 """Queries per block when a long turn attends to a filled cache: bounds the mask to [block, cache + new]."""
 
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 _library = torch.library.Library("ckv", "DEF")
 _PLAN = "int budget, int n_sink, int n_recent, int chunk_size, float r_init, float r_decay, float r_min"
 _library.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, "
-    f"Tensor fill, int layer, float scale, {_PLAN}) -> Tensor",
+    f"Tensor fill, Tensor active, int layer, float scale, {_PLAN}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(d!) fill, Tensor(e!) position, "
-    f"SymInt tokens, {_PLAN}) -> ()",
+    "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(d!) fill, Tensor active, "
+    f"Tensor(e!) position, SymInt tokens, {_PLAN}) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _cached_attention_cpu(
+def _cached_attention(
     q: Tensor,  # [B, H, S, D]
     k: Tensor,  # [B, Hkv, S, D]
     v: Tensor,  # [B, Hkv, S, D]
@@ -39,6 +46,7 @@ def _cached_attention_cpu(
     values: Tensor,  # [B, L, Hkv, C, D]
     degree: Tensor,  # [B, L, Hkv, C]
     fill: Tensor,  # [B]
+    active: Tensor,  # [B]
     layer: int,
     scale: float,
     budget: int,
@@ -50,14 +58,15 @@ def _cached_attention_cpu(
     r_min: float,
 ) -> Tensor:
     if q.shape[2] == 1:
-        if q.shape[3] % 8 == 0 and cpu.is_available(q.dtype):
-            return cpu.decode_attention(q, k, v, keys, values, degree, fill, layer, scale)
-        return _decode_attention(q, k, v, keys, values, degree, fill, layer, scale)
+        return _decode(q, k, v, keys, values, degree, fill, active, layer, scale)
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
     out = _empty_output(q)
-    for b, used in enumerate(fill.tolist()):
+    for b, (used, takes_tokens) in enumerate(zip(fill.tolist(), active.tolist(), strict=True)):
+        if not takes_tokens:
+            out[b] = 0.0
+            continue
         slots = (keys[b, layer], values[b, layer], degree[b, layer])
-        out[b] = _extend_attention(q[b], k[b], v[b], *slots, used, scale)
+        out[b] = _extend(q[b], k[b], v[b], *slots, used, scale)
         _append(k[b], v[b], *slots, used, schedule)
     return out
 
@@ -74,6 +83,33 @@ def _empty_output(q: Tensor) -> Tensor:
     return q.new_empty(batch, steps, heads, dim).transpose(1, 2)
 
 
+def _has_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda or _INTERPRETED
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor,
+    fill: Tensor,
+    active: Tensor,
+    layer: int,
+    scale: float,
+) -> Tensor:
+    """One new token per row."""
+    arguments = (q, k, v, keys, values, degree, fill, active, layer, scale)
+    if _has_triton(q):
+        from ckv_compile.kernels import attention  # Triton is there where CUDA is
+
+        return attention.decode_attention(*arguments)
+    if q.shape[3] % 8 == 0 and cpu.is_available(q.dtype):
+        return cpu.decode_attention(*arguments)
+    return _decode_attention(*arguments)
+
+
 def _decode_attention(
     q: Tensor,
     k: Tensor,
@@ -82,16 +118,20 @@ def _decode_attention(
     values: Tensor,
     degree: Tensor,
     fill: Tensor,
+    active: Tensor,
     layer: int,
     scale: float,
 ) -> Tensor:
     """One new token per row, in PyTorch: the form that the C++ kernel is tested against and falls back to."""
     heads, dim, kv_heads = q.shape[1], q.shape[3], k.shape[1]
     out = _empty_output(q)
-    for b, used in enumerate(fill.tolist()):
+    rows = [(b, used) for b, (used, takes) in enumerate(zip(fill.tolist(), active.tolist(), strict=True)) if takes]
+    for b, used in rows:
         if used >= keys.shape[3]:
             raise RuntimeError(f"the cache of batch row {b} is full: {used} of {keys.shape[3]} slots are in use")
-    for b, used in enumerate(fill.tolist()):
+    if len(rows) < q.shape[0]:
+        out.zero_()
+    for b, used in rows:
         keys[b, layer, :, used] = k[b, :, 0]
         values[b, layer, :, used] = v[b, :, 0]
         degree[b, layer, :, used] = 1.0
@@ -105,15 +145,30 @@ def _decode_attention(
     return out
 
 
-def _extend_attention(
+def _extend(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, scale: float
 ) -> Tensor:
     """Attention of S new tokens [H, S, D] of one row over its `used` slots and causally over themselves."""
-    steps, group = q.shape[1], q.shape[0] // k.shape[0]
     if used == 0:
-        # The flash kernel is faster on contiguous, repeated heads; they live for one layer only.
-        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-        return F.scaled_dot_product_attention(q.contiguous()[None], k[None], v[None], is_causal=True, scale=scale)[0]
+        if not q.is_cuda:
+            # The CPU's flash kernel is faster on contiguous, repeated heads; they live for one layer only.
+            group = q.shape[0] // k.shape[0]
+            k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+        return F.scaled_dot_product_attention(
+            q.contiguous()[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=q.is_cuda
+        )[0]
+    if _has_triton(q):
+        from ckv_compile.kernels import attention
+
+        return attention.extend_attention(q, k, v, keys, values, degree, used, scale)
+    return _extend_attention(q, k, v, keys, values, degree, used, scale)
+
+
+def _extend_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, scale: float
+) -> Tensor:
+    """`_extend` on a cache that holds slots, in PyTorch."""
+    steps, group = q.shape[1], q.shape[0] // k.shape[0]
     all_keys = torch.cat([keys[:, :used], k], dim=1)[None]  # [1, Hkv, used + S, D]
     all_values = torch.cat([values[:, :used], v], dim=1)[None]
     log_degree = degree[:, :used].to(accumulator_dtype(q.dtype)).log().repeat_interleave(group, dim=0)  # [H, used]
@@ -122,7 +177,7 @@ def _extend_attention(
         stop = min(start + EXTEND_BLOCK, steps)
         bias = log_degree.new_zeros(q.shape[0], stop - start, used + stop)
         bias[:, :, :used] = log_degree[:, None]
-        future = torch.ones(stop - start, stop, dtype=torch.bool).triu(start + 1)
+        future = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu(start + 1)
         bias[:, :, used:].masked_fill_(future, float("-inf"))
         out[:, start:stop] = F.scaled_dot_product_attention(
             q[None, :, start:stop],
@@ -143,7 +198,7 @@ def _append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, 
         values[:, used:total] = v
         degree[:, used:total] = 1.0
         return
-    merged = clustering.compress(
+    merged = _compress(
         torch.cat([keys[:, :used], k], dim=1) if used else k,
         torch.cat([values[:, :used], v], dim=1) if used else v,
         torch.cat([degree[:, :used], degree.new_ones(k.shape[:2])], dim=1),
@@ -153,6 +208,16 @@ def _append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, 
     _store(merged, keys, values, degree)
 
 
+def _compress(
+    keys: Tensor, values: Tensor, degree: Tensor, rounds: tuple[int, ...], schedule: Schedule
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _has_triton(keys):
+        from ckv_compile.kernels import compaction
+
+        return compaction.compress(keys, values, degree, rounds, schedule)
+    return clustering.compress(keys, values, degree, rounds, schedule)
+
+
 def _store(merged: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, degree: Tensor) -> None:
     """Write merged slots to the front of a row's [Hkv, C, D] and mark the rest empty."""
     count = merged[0].shape[1]
@@ -160,11 +225,12 @@ def _store(merged: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, 
     degree[:, count:] = 0.0
 
 
-def _compact_cpu(
+def _compact(
     keys: Tensor,
     values: Tensor,
     degree: Tensor,
     fill: Tensor,
+    active: Tensor,
     position: Tensor,
     tokens: int,
     budget: int,
@@ -177,23 +243,29 @@ def _compact_cpu(
 ) -> None:
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
     capacity = keys.shape[3]
-    position += tokens
-    for b, used in enumerate(fill.tolist()):
-        total = used + tokens
-        fill[b] = schedule.settle(total, capacity)
-        if tokens > 1 or total < capacity:
-            continue  # after several tokens the layers have compressed themselves
-        for layer in range(keys.shape[1]):
-            slots = (keys[b, layer], values[b, layer], degree[b, layer])
-            _store(clustering.compress(*slots, (total - budget,), schedule), *slots)
+    if tokens == 1 and _has_triton(keys):
+        from ckv_compile.kernels import compaction
+
+        compaction.compact(keys, values, degree, fill, position, active, schedule)
+        return
+    taken = tokens * active
+    total = fill + taken
+    if tokens == 1:  # after several tokens the layers have compressed themselves
+        for b in (total == capacity).nonzero().flatten().tolist():
+            for layer in range(keys.shape[1]):
+                slots = (keys[b, layer], values[b, layer], degree[b, layer])
+                _store(clustering.compress(*slots, (capacity - budget,), schedule), *slots)
+    fill.copy_(torch.where(total < capacity, total, budget))
+    position += taken
 
 
 def _compact_fake(*_: object) -> None:
     return None
 
 
-_library.impl("cached_attention", _cached_attention_cpu, "CPU")
-_library.impl("compact_", _compact_cpu, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("cached_attention", _cached_attention, _device)
+    _library.impl("compact_", _compact, _device)
 torch.library.register_fake("ckv::cached_attention", _cached_attention_fake, lib=_library)
 torch.library.register_fake("ckv::compact_", _compact_fake, lib=_library)
 

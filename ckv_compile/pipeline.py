@@ -32,7 +32,7 @@ from ckv_compile.passes.slice_logits import slice_logits
 
 log = logging.getLogger("ckv_compile")
 
-CompileMode = Literal["inductor", "eager"]
+CompileMode = Literal["inductor", "inductor-no-cudagraphs", "eager"]
 _CHECK_PROMPT, _CHECK_STEPS = 8, 4
 
 Pass = Callable[[GraphModule], int]
@@ -121,16 +121,20 @@ def _check_equivalence(graph: GraphModule, shape: CacheShape, ids: Tensor, expec
         )
 
 
-def decode_program(rewritten: Rewritten, config: CKVConfig, batch_size: int) -> Program:
-    """Compile the decode step of `batch_size` rows: one program in which every shape is static.
+def decode_program(rewritten: Rewritten, state: CacheState) -> Program:
+    """Compile the decode step of the rows of a cache: one program in which every shape is static.
 
     It has no guards: its arguments always have the dtypes and shapes of the cache that the caller checked, its weights
     are its own, and one guard per weight would be evaluated at every step.
+
+    Args:
+        rewritten: the model after the passes.
+        state: a cache of as many rows; it is looked at, not changed.
     """
-    ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=rewritten.shape.device)
-    state = CacheState.allocate(rewritten.shape, config.capacity, batch_size)
+    ids = torch.zeros(state.fill.shape[0], 1, dtype=torch.int64, device=rewritten.shape.device)
     graph = reexport(rewritten.graph, ids, state)
-    run_passes(graph, [reduce_linear], before=rewritten.passes)
+    if rewritten.shape.device.type == "cpu":
+        run_passes(graph, [reduce_linear], before=rewritten.passes)
     return torch.compile(graph, fullgraph=True, dynamic=False, options={"guard_filter_fn": _no_guards})
 
 

@@ -2,7 +2,7 @@
 
     sdpa(q, k, v, is_causal=True, scale=s)  ->  ckv::cached_attention(q, k, v, *state, layer=i, scale=s, plan)
 
-The graph's inputs become (input_ids, keys, values, degree, fill, position); position_ids is computed from the
+The graph's inputs become (input_ids, keys, values, degree, fill, active, position); position_ids is computed from the
 position in the state, so the positions that RoPE sees are true whatever was merged.
 """
 
@@ -45,7 +45,7 @@ def insert_cached_attention(graph: GraphModule, schedule: Schedule) -> int:
         with graph.graph.inserting_before(node):
             cached = graph.graph.call_function(
                 cached_attention,
-                (attention.q, attention.k, attention.v, *state[:4], layer, attention.scale),
+                (attention.q, attention.k, attention.v, *state[:5], layer, attention.scale),
                 plan,
             )
         cached.meta = dict(node.meta)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,17 +25,16 @@ class Case:
     values: torch.Tensor
     degree: torch.Tensor
     fill: torch.Tensor
+    active: torch.Tensor
     layer: int = 1
     scale: float = 0.125
+    per_row: ClassVar = ("q", "k", "v", "keys", "values", "degree", "fill", "active")
 
     def run(self) -> torch.Tensor:
-        return cpu.decode_attention(
-            self.q, self.k, self.v, self.keys, self.values, self.degree, self.fill, self.layer, self.scale
-        )
+        return cpu.decode_attention(*(getattr(self, name) for name in self.per_row), self.layer, self.scale)
 
     def row(self, row: int) -> "Case":
-        names = ("q", "k", "v", "keys", "values", "degree", "fill")
-        return replace(self, **{name: getattr(self, name)[row : row + 1].clone() for name in names})
+        return replace(self, **{name: getattr(self, name)[row : row + 1].clone() for name in self.per_row})
 
     def expected(self) -> torch.Tensor:
         """softmax(q.k * scale + log n) @ v in float64, for the cache as it is after the append."""
@@ -79,6 +79,7 @@ def make_case(
         values=randn(rows, 2, kv_heads, capacity, dim),
         degree=torch.randint(1, 9, (rows, 2, kv_heads, capacity), generator=generator).float(),
         fill=torch.tensor(fill),
+        active=torch.ones(rows, dtype=torch.bool),
     )
     for row, used in enumerate(fill):
         for cached in (case.keys, case.values, case.degree):
@@ -208,13 +209,27 @@ def test_a_full_row_is_an_error_and_writes_nothing() -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_is_not_active_is_left_as_it_is(dtype: torch.dtype) -> None:
+    case = make_case((300, 8, 20), capacity=301, dtype=dtype)
+    case = replace(case, fill=torch.tensor([300, 301, 20]), active=torch.tensor([True, False, True]))  # 1: no free slot
+    before, alone = case.row(1), [case.row(0).run(), case.row(2).run()]
+    out = case.run()
+    assert not out[1].any()
+    assert torch.equal(out[0::2], torch.cat(alone))
+    after = case.row(1)
+    for name in case.per_row:
+        torch.testing.assert_close(getattr(after, name), getattr(before, name), rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernel
 def test_what_does_not_fit_together_is_refused() -> None:
     case = make_case((3,), capacity=8)
     with pytest.raises(ValueError, match="cannot serve layer 2"):
         replace(case, layer=2).run()
     with pytest.raises(ValueError, match="share one dtype"):
         replace(case, k=case.k.double()).run()
-    with pytest.raises(ValueError, match="fill int64"):
+    with pytest.raises(ValueError, match="fill int64 and active bool"):
         replace(case, fill=case.fill.int()).run()
     with pytest.raises(ValueError, match="must be contiguous"):
         replace(case, keys=case.keys.mT.contiguous().mT).run()

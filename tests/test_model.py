@@ -188,7 +188,9 @@ def test_the_compiled_step_copies_no_cache():
     ours = ckv_compile.transform(tiny_model(), compile="inductor", **SMALL)
     cache = ours.new_cache()
     _, (code,) = run_and_get_code(lambda: ours(torch.tensor([[1]]), past_key_values=cache))
-    calls = re.findall(r"ckv\.cached_attention\.default\(.*?\), (arg\d+_1, arg\d+_1, arg\d+_1), arg\d+_1, (\d)", code)
+    calls = re.findall(
+        r"ckv\.cached_attention\.default\(.*?\), (arg\d+_1, arg\d+_1, arg\d+_1), arg\d+_1, arg\d+_1, (\d)", code
+    )
     assert [layer for _, layer in calls] == ["0", "1", "2"]
     (state,) = {arguments for arguments, _ in calls}  # the same three inputs in every layer
     (compaction,) = re.findall(r"ckv\.compact_\.default\((arg\d+_1, arg\d+_1, arg\d+_1),", code)
@@ -421,7 +423,7 @@ def test_models_that_cannot_be_transformed_say_why():
     split.lm_head.to("meta")
     with pytest.raises(ckv_compile.UnsupportedModelError, match=r"several devices \(cpu, meta\)"):
         ckv_compile.transform(split, budget=100)
-    with pytest.raises(ckv_compile.UnsupportedModelError, match="CPU only"):
+    with pytest.raises(ckv_compile.UnsupportedModelError, match="on the CPU or on a CUDA device"):
         ckv_compile.transform(tiny_model().to("meta"), budget=100)
 
 
@@ -460,8 +462,8 @@ def test_a_model_without_sdpa_is_refused(monkeypatch):
         (lambda m: m(torch.tensor([[1, 2]]), attention_mask=torch.tensor([[1]])), "it covers both"),
         (
             lambda m: m(
-                torch.tensor([[1]]),
-                attention_mask=torch.tensor([[0, 1, 1]]),
+                torch.tensor([[1, 2]]),
+                attention_mask=torch.tensor([[0, 1, 1, 1]]),
                 past_key_values=cache_after(m, torch.tensor([[1, 2]])),
             ),
             r"shows \[1\] earlier tokens of each row, but the cache holds \[2\]",

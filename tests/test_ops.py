@@ -50,7 +50,7 @@ def empty_state(rows: int, dim: int, dtype: torch.dtype, capacity: int = CAPACIT
 
 def run_ops(state: CacheState, turn: Turn, plan: tuple[int | float, ...] = PLAN) -> Tensor:
     """One step of a model: attention in every layer, then the compaction. Returns [L, B, H, S, D]."""
-    cache = (state.keys, state.values, state.degree, state.fill)
+    cache = state[:5]
     out = [
         cached_attention(q, k, v, *cache, layer, SCALE, *plan)
         for layer, (q, k, v) in enumerate(zip(*turn, strict=True))
@@ -152,7 +152,7 @@ def test_opcheck(dtype: torch.dtype, dim: int, steps: int) -> None:
     run_ops(state, random_turn(2, 31, dim, dtype, seed=0))  # one slot is free
     q, k, v = (part[0] for part in random_turn(2, steps, dim, dtype, seed=1))
     torch.library.opcheck(
-        cached_attention, (q, k, v, state.keys, state.values, state.degree, state.fill, 1, SCALE, *PLAN)
+        cached_attention, (q, k, v, state.keys, state.values, state.degree, state.fill, state.active, 1, SCALE, *PLAN)
     )
     torch.library.opcheck(compact_, (*state, steps, *PLAN))
 
@@ -229,7 +229,7 @@ def test_large_degrees_cost_no_precision(
         slots = (state.keys[0, 1, h, :used], state.values[0, 1, h, :used], state.degree[0, 1, h, :used])
         oracle.rows[0, 1, h] = Row(*(part.double() for part in slots))
     expected = oracle.attend(1, q.double(), k.double(), v.double(), 0.125)
-    out = cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, 1, 0.125, *PLAN)
+    out = cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, state.active, 1, 0.125, *PLAN)
     assert (out.double() - expected).norm() / expected.norm() < torch.finfo(dtype).eps / 2
 
 
@@ -238,7 +238,7 @@ def test_compaction_leaves_rows_alone_that_have_a_free_slot() -> None:
     for b, prompt in enumerate((31, 12)):
         run_ops(state.row(b), random_turn(1, prompt, 8, torch.float32, seed=b))
     turn = random_turn(2, 1, 8, torch.float32, seed=9)
-    cache = (state.keys, state.values, state.degree, state.fill)
+    cache = state[:5]
     for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
         cached_attention(q, k, v, *cache, layer, SCALE, *PLAN)
     before = CacheState(*(part.clone() for part in state))
@@ -255,7 +255,7 @@ def test_attention_itself_advances_no_counter() -> None:
     state = empty_state(1, 8, torch.float32)
     for steps in (1, 3, 50):
         q, k, v = (part[0] for part in random_turn(1, steps, 8, torch.float32, seed=steps))
-        cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, 0, SCALE, *PLAN)
+        cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, state.active, 0, SCALE, *PLAN)
         assert state.fill.tolist() == state.position.tolist() == [0]
         assert not state.degree[:, 1].any(), "the other layer is not touched"
 
@@ -269,7 +269,7 @@ def test_a_step_on_a_full_row_is_an_error_and_writes_nothing(kernel: str, monkey
     before = CacheState(*(part.clone() for part in state))
     q, k, v = (part[0] for part in random_turn(2, 1, 8, torch.float32, seed=1))
     with pytest.raises(RuntimeError, match=r"row 1 .*(no free slot|is full).*32"):
-        cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, 0, SCALE, *PLAN)
+        cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, state.active, 0, SCALE, *PLAN)
     for old, now in zip(before, state, strict=True):
         assert torch.equal(old, now)
 
@@ -314,3 +314,21 @@ def test_garbage_past_fill_is_never_read() -> None:
     for step, steps in enumerate([6, *[1] * 30, 40, *[1] * 10]):
         turn = random_turn(1, steps, 8, torch.float32, seed=step)
         assert torch.equal(run_ops(clean, turn), run_ops(dirty, turn))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("steps", [1, 3, 40])
+def test_a_row_that_is_not_active_is_left_as_it_is(steps: int, dtype: torch.dtype) -> None:
+    """The other row goes on as if it were alone, through a compaction."""
+    state, alone = empty_state(2, 8, dtype), empty_state(1, 8, dtype)
+    run_ops(state, first := random_turn(2, 30, 8, dtype, seed=0))
+    run_ops(alone, first.row(0))
+    state.active[1] = False
+    before = [tensor[1].clone() for tensor in state]
+    for seed in range(1, 4):
+        turn = random_turn(2, steps, 8, dtype, seed)
+        out = run_ops(state, turn)
+        assert torch.equal(out[:, :1], run_ops(alone, turn.row(0)))
+        assert not out[:, 1].any()
+    assert all(torch.equal(tensor[1], old) for tensor, old in zip(state, before, strict=True))
+    assert all(torch.equal(tensor[:1], own) for tensor, own in zip(state, alone, strict=True))

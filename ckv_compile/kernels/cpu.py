@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("decode_attention.cpp")
 _SYMBOLS = {torch.float32: "ckv_decode_float32", torch.bfloat16: "ckv_decode_bfloat16"}
-_ARGTYPES = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 7 + [ctypes.c_float, ctypes.c_int]
+_ARGTYPES = [ctypes.c_void_p] * 9 + [ctypes.c_int64] * 7 + [ctypes.c_float, ctypes.c_int]
 
 # After Inductor's flags, of which some releases turn contraction off and others turn unsafe math on.
 _FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
@@ -46,10 +46,11 @@ def decode_attention(
     values: torch.Tensor,
     degree: torch.Tensor,
     fill: torch.Tensor,
+    active: torch.Tensor,
     layer: int,
     scale: float,
 ) -> torch.Tensor:
-    """Appends one token to every row of one layer, and attends over all slots used so far.
+    """Appends one token to every active row of one layer, and attends over all slots used so far.
 
     The weight of a slot of degree n is softmax(q.k * scale + log n). The result of a row has the same bits
     whatever the rest of the batch is. Call it only where `is_available(q.dtype)`.
@@ -62,6 +63,7 @@ def decode_attention(
         values: cached values, likewise.
         degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing.
         fill: int64 [B]: used slots of each row, before this token.
+        active: bool [B]: a row that is not active is left as it is, and its output is zero.
         layer: the layer to serve.
         scale: factor of the scores.
 
@@ -80,20 +82,22 @@ def decode_attention(
         and q.shape == (rows, heads, 1, dim)
         and k.shape == new_shape
         and v.shape == new_shape
-        and fill.shape == (rows,)
+        and fill.shape == active.shape == (rows,)
         and heads % kv_heads == dim % 8 == 0
         and 0 <= layer < layers
     ):
-        shapes = [tuple(t.shape) for t in (q, k, v, keys, values, degree, fill)]
-        raise ValueError(f"cannot serve layer {layer} with q, k, v, keys, values, degree, fill of {shapes}")
+        shapes = [tuple(t.shape) for t in (q, k, v, keys, values, degree, fill, active)]
+        raise ValueError(f"cannot serve layer {layer} with q, k, v, keys, values, degree, fill, active of {shapes}")
     if not (k.dtype == v.dtype == keys.dtype == values.dtype == dtype):
         raise ValueError(f"q, k, v, keys, values must share one dtype, got {dtype} q and {keys.dtype} keys")
-    if degree.dtype != torch.float32 or fill.dtype != torch.int64:
-        raise ValueError(f"degree must be float32 and fill int64, got {degree.dtype} and {fill.dtype}")
+    if (degree.dtype, fill.dtype, active.dtype) != (torch.float32, torch.int64, torch.bool):
+        raise ValueError(
+            f"degree must be float32, fill int64 and active bool, got {degree.dtype}, {fill.dtype}, {active.dtype}"
+        )
     if not (keys.is_contiguous() and values.is_contiguous() and degree.is_contiguous()):
         raise ValueError("keys, values and degree must be contiguous: the kernel writes to them in place")
 
-    q, k, v, fill = q.contiguous(), k.contiguous(), v.contiguous(), fill.contiguous()
+    q, k, v, fill, active = (tensor.contiguous() for tensor in (q, k, v, fill, active))
     out = torch.empty_like(q)
     status = _kernels()[dtype](
         q.data_ptr(),
@@ -103,6 +107,7 @@ def decode_attention(
         values.data_ptr(),
         degree.data_ptr(),
         fill.data_ptr(),
+        active.data_ptr(),
         out.data_ptr(),
         rows,
         layers,

@@ -252,6 +252,7 @@ struct Step {
   T *keys, *values, *out;
   float* degree;
   const int64_t* fill;
+  const bool* active;
   int64_t batch, layers, layer, kv_heads, group, capacity, dim;
   float scale;
 
@@ -264,7 +265,8 @@ struct Step {
 
   int64_t scratch_size() const { return (group * (dim + kSplit) + 15) / 16 * 16; }
 
-  int64_t splits(int64_t row) const { return fill[row] / kSplit + 1; }  // of slots 0 .. fill inclusive
+  // Of slots 0 .. fill inclusive.
+  int64_t splits(int64_t row) const { return active[row] ? fill[row] / kSplit + 1 : 0; }
 
   int64_t first_slot(int64_t row, int64_t kv_head) const {
     return ((row * layers + layer) * kv_heads + kv_head) * capacity;
@@ -347,7 +349,10 @@ struct Step {
     int64_t tasks = 0, keys_read = 0;
     for (int64_t row = 0; row < batch; ++row) {
       tasks += kv_heads * splits(row);
-      keys_read += kv_heads * (fill[row] + 1);
+      if (active[row])
+        keys_read += kv_heads * (fill[row] + 1);
+      else
+        std::fill_n(out + row * kv_heads * group * dim, kv_heads * group * dim, T());
     }
 
     // Kept from call to call, so that a step allocates nothing; 16 floats more, to align it to a cache line.
@@ -380,7 +385,7 @@ struct Step {
 template <typename T>
 int64_t decode(const Step<T>& step, int threads) {
   for (int64_t row = 0; row < step.batch; ++row)
-    if (step.fill[row] < 0 || step.fill[row] >= step.capacity) return row + 1;
+    if (step.active[row] && (step.fill[row] < 0 || step.fill[row] >= step.capacity)) return row + 1;
   try {
     if (step.dim % kWidth == 0)
       step.template run<kWidth>(threads);
@@ -395,16 +400,16 @@ int64_t decode(const Step<T>& step, int threads) {
 }  // namespace
 
 // Puts k, v and degree 1 into slot fill[row] of layer `layer`, and attends over slots 0 .. fill[row].
-//   q, out [batch, kv_heads * group, dim]; k, v [batch, kv_heads, dim]; fill [batch]
+//   q, out [batch, kv_heads * group, dim]; k, v [batch, kv_heads, dim]; fill, active [batch]
 //   keys, values [batch, layers, kv_heads, capacity, dim]; degree [batch, layers, kv_heads, capacity]
-// `dim` is a multiple of 8. Returns 0; row + 1 if that row has no free slot (nothing is written then); -1 if
+// A row that is not active is left as it is, and its output is zero. `dim` is a multiple of 8. Returns 0; row + 1 if that row has no free slot (nothing is written then); -1 if
 // there is no memory.
 #define CKV_DECODE(NAME, T)                                                                              \
   extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree,         \
-                          const int64_t* fill, T* out, int64_t batch, int64_t layers, int64_t layer,     \
+                          const int64_t* fill, const bool* active, T* out, int64_t batch, int64_t layers, int64_t layer,     \
                           int64_t kv_heads, int64_t group, int64_t capacity, int64_t dim, float scale,   \
                           int threads) {                                                                 \
-    return decode(Step<T>{q, k, v, keys, values, out, degree, fill, batch, layers, layer, kv_heads,      \
+    return decode(Step<T>{q, k, v, keys, values, out, degree, fill, active, batch, layers, layer, kv_heads,      \
                           group, capacity, dim, scale},                                                  \
                   threads);                                                                              \
   }

@@ -1,0 +1,86 @@
+"""Ahead-of-time builds of the Triton kernels, which need no GPU: what ships, for which chips, at what cost.
+
+`python -m ckv_compile.kernels.aot` compiles every specialisation and prints registers, shared memory and spills.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),  # A100
+    "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
+    "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
+}
+
+
+class Build(NamedTuple):
+    """One specialisation of a kernel, as its launcher asks for it.
+
+    Args:
+        name: kernel, dtype and sizes, as in `decode-bf16-D128`.
+        kernel: the `triton.jit` function.
+        signature: type of every run-time argument: "*bf16", "*fp32", "i32", "fp32"...; pointers are 16-byte aligned.
+        constants: value of every `tl.constexpr` argument.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+class Resources(NamedTuple):
+    """What one program takes of a multiprocessor."""
+
+    registers: int  # a thread
+    spilled: int  # bytes a thread keeps in local memory
+    shared: int  # bytes a program
+
+
+def compile_build(build: Build, target: GPUTarget) -> CompiledKernel:
+    """Compile one specialisation for a chip that need not be here."""
+    names = build.kernel.arg_names
+    signature = {name: build.signature.get(name, "constexpr") for name in names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if signature[name].startswith("*")
+    }
+    source = ASTSource(build.kernel, signature, dict(build.constants), aligned)
+    return triton.compile(source, target=target, options={"num_warps": build.num_warps, "num_stages": build.num_stages})
+
+
+def resources(kernel: CompiledKernel) -> Resources:
+    """Read the resource report of a compiled kernel: from its cubin, or from the metadata of its AMD assembly."""
+    shared = int(kernel.metadata.shared)
+    if "cubin" not in kernel.asm:
+        report = kernel.asm["amdgcn"]
+        spilled = [int(bytes_) for bytes_ in re.findall(r"\.private_segment_fixed_size:\s*(\d+)", report)]
+        return Resources(_first_number(r"\.vgpr_count:\s*(\d+)", report), max(spilled), shared)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(kernel.asm["cubin"])
+        tool = os.environ.get("CUOBJDUMP", str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"))
+        report = subprocess.run(
+            [tool, "--dump-resource-usage", str(path)], check=True, capture_output=True, text=True
+        ).stdout
+    spilled = _first_number(r"STACK:(\d+)", report) + _first_number(r"LOCAL:(\d+)", report)
+    return Resources(_first_number(r"REG:(\d+)", report), spilled, shared)
+
+
+def _first_number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"no {pattern!r} in the resource report:\n{text}")
+    return int(found[1])

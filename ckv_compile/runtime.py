@@ -1,0 +1,301 @@
+"""The generation loop: decode step, sampling and stop check that never make the device wait for the host.
+
+    prefill logits -> sampler -> ids -> [decode program -> sampler -> ids] ... -> tokens
+
+A `DecodeStep` holds what is in brackets on tensors of fixed address. On CUDA it is recorded once as one CUDA graph, of
+the program with its guarded compaction and of the sampling, and replayed for every token. Recording is our own rather
+than Inductor's: Inductor's cudagraph trees refuse or copy inputs that a step changes in place, which the whole cache
+is, and could not take in the sampling, whose result is the input of the next replay.
+
+The host looks at a token only `LAG` steps after it was launched. A row that has finished is no longer active (see
+`CacheState`), so the steps that are launched before the host knows of the last end leave the cache as it is.
+"""
+
+import collections
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ckv_compile.cache import CacheState, ClusteredCache
+from ckv_compile.errors import CompileError
+from ckv_compile.pipeline import Program
+
+log = logging.getLogger("ckv_compile")
+
+LAG = 2
+"""Steps that the host runs ahead of the tokens it has seen, on CUDA: one that runs, and one that waits for it."""
+
+_POINTWISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+class Streamer(Protocol):
+    """What transformers calls a streamer."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Sampler:
+    """Chooses the next token of every row on the device, as transformers' `generate` would.
+
+    Temperature, top-k, top-p and min-p are transformers' own processors. The repetition penalty is computed from a
+    mask of the tokens a row has seen, since transformers' looks at a sequence that grows. Sampling draws the same
+    tokens as `torch.multinomial` from the same generator state, but without its checks, which wait for the device.
+
+    Args:
+        processors: transformers' logits processors.
+        criteria: transformers' stopping criteria.
+        do_sample: sample instead of taking the most likely token.
+        pad: token that a finished row goes on with, a tensor; None without end-of-sequence tokens.
+    """
+
+    def __init__(
+        self,
+        processors: Iterable[LogitsProcessor],
+        criteria: Iterable[StoppingCriteria],
+        do_sample: bool,
+        pad: Tensor | None,
+    ) -> None:
+        self.processors = list(processors)
+        self.do_sample = do_sample
+        ends = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+        self.ends: Tensor | None = torch.cat([end.flatten() for end in ends]) if ends else None
+        self.pad = pad
+
+    @staticmethod
+    def obstacle(processors: Iterable[LogitsProcessor], criteria: Iterable[StoppingCriteria]) -> str | None:
+        """Name the first processor or criterion that needs transformers' own loop, or None."""
+        for processor in processors:
+            # As a tensor it is the padding of each row, which never is longer than the prompt.
+            penalizes = type(processor) is RepetitionPenaltyLogitsProcessor and (
+                processor.prompt_ignore_length is None or isinstance(processor.prompt_ignore_length, Tensor)
+            )
+            if not penalizes and type(processor) not in _POINTWISE:
+                return type(processor).__name__
+        for criterion in criteria:
+            if type(criterion) not in (EosTokenCriteria, MaxLengthCriteria):
+                return type(criterion).__name__
+        return None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two samplers must share to be served by one recorded step."""
+        settings = [(type(processor), *sorted(_numbers(processor).items())) for processor in self.processors]
+        ends = None if self.ends is None else tuple(self.ends.tolist())
+        return (*settings, self.do_sample, ends, None if self.pad is None else int(self.pad))
+
+    @property
+    def penalty(self) -> RepetitionPenaltyLogitsProcessor | None:
+        """The processor that looks at the tokens of a row, if there is one."""
+        return next((each for each in self.processors if isinstance(each, RepetitionPenaltyLogitsProcessor)), None)
+
+    def choose(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """Return the next token [B] for logits [B, 1, vocab] and the mask of seen tokens [B, at least vocab]."""
+        scores = logits[:, -1].to(torch.float32, copy=True)
+        for processor in self.processors:
+            if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+                assert seen is not None
+                penalty = processor.penalty
+                scores = torch.where(
+                    seen[:, : scores.shape[1]], torch.where(scores < 0, scores * penalty, scores / penalty), scores
+                )
+            else:
+                scores = processor(None, scores)
+        if not self.do_sample:
+            return scores.argmax(dim=-1)
+        probabilities = scores.softmax(dim=-1)
+        return (probabilities / torch.empty_like(probabilities).exponential_(1)).argmax(dim=-1)
+
+
+class DecodeStep:
+    """One decode step of one cache on tensors of fixed address: `ids` in, the next `ids` out.
+
+    Without a sampler it leaves the `logits` for a loop outside.
+
+    Args:
+        program: the decode program, which has run before.
+        state: the tensors of the cache.
+        sampler: chooses the next token inside the step.
+        vocabulary: token ids of the model.
+        record: record the step as a CUDA graph.
+
+    Raises:
+        CompileError: if it cannot be recorded.
+    """
+
+    def __init__(
+        self, program: Program, state: CacheState, sampler: Sampler | None, vocabulary: int, record: bool
+    ) -> None:
+        rows, device = state.fill.shape[0], state.fill.device
+        self.state = state
+        self.sampler = sampler
+        self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        # With one more column, which takes up the padding.
+        seen = torch.zeros(rows, vocabulary + 1, dtype=torch.bool, device=device)
+        self.seen = seen if sampler and sampler.penalty else None
+        self._program = program
+        self.run: Callable[[], None] = self._run  # advances the cache by `ids`
+        if record:
+            self.run = self._record()
+
+    def start(self, prompt: Tensor, logits: Tensor) -> None:
+        """Choose the first token from the logits [B, 1, vocab] that follow a prompt [B, S]."""
+        self.state.active.fill_(True)
+        if self.seen is not None:
+            assert self.sampler is not None
+            assert self.sampler.penalty is not None
+            padding = self.sampler.penalty.prompt_ignore_length
+            if padding is not None:
+                columns = torch.arange(prompt.shape[1], device=prompt.device)
+                prompt = prompt.masked_fill(columns < padding.to(prompt.device)[:, None], self.seen.shape[1] - 1)
+            self.seen.zero_().scatter_(1, prompt, True)
+        self._choose(logits)
+
+    def _run(self) -> None:
+        self.logits = self._program(self.ids, *self.state)[0]
+        if self.sampler is not None:
+            self._choose(self.logits)
+
+    def _choose(self, logits: Tensor) -> None:
+        assert self.sampler is not None
+        chosen = self.sampler.choose(logits, self.seen)
+        if self.sampler.ends is not None:
+            active = self.state.active
+            chosen = torch.where(active, chosen, self.sampler.pad)
+            active &= ~torch.isin(chosen, self.sampler.ends)
+        self.ids.copy_(chosen[:, None])
+        if self.seen is not None:
+            self.seen.scatter_(1, self.ids, True)
+
+    def _record(self) -> Callable[[], None]:
+        """Record the step as a CUDA graph, and return its replay."""
+        active = self.state.active.clone()
+        side = torch.cuda.Stream()
+        try:
+            # A first run outside: libraries and kernels load at first use. Rows that are not active are left alone.
+            self.state.active.fill_(False)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side), torch.random.fork_rng([self.ids.device]):
+                self._run()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._run()
+        except Exception as error:
+            raise CompileError(
+                f"the decode step could not be recorded as a CUDA graph ({type(error).__name__}: {error}); "
+                'transform(..., compile="inductor-no-cudagraphs") does without'
+            ) from error
+        finally:
+            self.state.active.copy_(active)
+        log.info("recorded the decode step of %d rows as a CUDA graph", self.ids.shape[0])
+        return graph.replay
+
+
+def decode_loop(
+    step: DecodeStep,
+    cache: ClusteredCache,
+    prompt: Tensor,
+    logits: Tensor,
+    length: int,
+    streamer: Streamer | None = None,
+    lag: int | None = None,
+) -> Tensor:
+    """Generate until every row has ended or has `length` columns.
+
+    Args:
+        step: a step of this cache, with a sampler.
+        cache: holds the prompt; its columns and rows are advanced.
+        prompt: [B, S] tokens, padding included.
+        logits: [B, 1, vocab] after the prompt.
+        length: columns of the result, at most.
+        streamer: gets the tokens [B] of each column, on the CPU.
+        lag: steps to launch ahead of the tokens that the host has looked at; None is `LAG` on CUDA, and 0 on the CPU.
+
+    Returns:
+        [B, columns] int64: the prompt and what follows, a finished row continued with padding.
+    """
+    rows, width = prompt.shape
+    tokens = prompt.new_empty(rows, length)
+    tokens[:, :width] = prompt
+    watch = _Watch(step, streamer, LAG * prompt.is_cuda if lag is None else lag)
+    column = width
+    step.start(prompt, logits)
+    while True:
+        tokens[:, column] = step.ids[:, 0]
+        column += 1
+        end = watch.look(column)
+        if end is not None or column == length:
+            break
+        cache.broken = True
+        step.run()
+        cache.broken = False
+        cache.columns += 1
+    end = watch.finish() if end is None else end
+    if end is not None:  # the columns after it come from steps that changed nothing
+        cache.columns -= column - end
+        column = end
+    return tokens[:, :column]
+
+
+class _Watch:
+    """Looks at the tokens of each column some steps after they were launched, so that nobody waits."""
+
+    def __init__(self, step: DecodeStep, streamer: Streamer | None, lag: int) -> None:
+        self.step = step
+        self.streamer = streamer
+        self.can_end = step.sampler is not None and step.sampler.ends is not None
+        self.on_cuda = step.ids.is_cuda
+        self.lag = lag
+        self.pending: collections.deque[tuple[int, Tensor, Tensor, Any]] = collections.deque()
+
+    def look(self, columns: int) -> int | None:
+        """Note that the token of the last of `columns` is on its way; return the columns at which all rows ended."""
+        if not self.can_end and self.streamer is None:
+            return None
+        event = torch.cuda.Event() if self.on_cuda else None
+        tokens, active = self._on_its_way(self.step.ids[:, 0]), self._on_its_way(self.step.state.active)
+        if event is not None:
+            event.record()
+        self.pending.append((columns, tokens, active, event))
+        return self._drain(self.lag)
+
+    def finish(self) -> int | None:
+        """Look at the tokens still on their way."""
+        return self._drain(0)
+
+    def _on_its_way(self, tensor: Tensor) -> Tensor:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.on_cuda)
+        return copy.copy_(tensor, non_blocking=True)
+
+    def _drain(self, left: int) -> int | None:
+        while len(self.pending) > left:
+            columns, tokens, active, event = self.pending.popleft()
+            if event is not None:
+                event.synchronize()
+            if self.streamer is not None:
+                self.streamer.put(tokens)
+            if self.can_end and not active.any():
+                self.pending.clear()
+                return columns
+        return None
+
+
+def _numbers(processor: LogitsProcessor) -> dict[str, Any]:
+    """The settings of a processor."""
+    return {name: value for name, value in vars(processor).items() if isinstance(value, int | float)}
