@@ -81,10 +81,6 @@ def transform(
     _check_model(model)
     text_config = model.config.get_text_config(decoder=True)
     config = config.resolve(getattr(text_config, "max_position_embeddings", None))
-    if model.device.type == "cuda":
-        from ckv_compile.kernels import compaction
-
-        compaction.check_schedule(config.schedule)
     with _programs_run_on(model.device):
         rewritten = rewrite(model, config)
     return CKVForCausalLM(model, rewritten, config, mode)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckv_compile import clustering
+from ckv_compile.cache import CacheShape
 from ckv_compile.kernels import cpu
 from ckv_compile.reference import accumulator_dtype
 from ckv_compile.schedule import Schedule
@@ -85,6 +86,18 @@ def _empty_output(q: Tensor) -> Tensor:
 
 def _has_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda or _INTERPRETED
+
+
+def check_kernels(shape: CacheShape, schedule: Schedule) -> None:
+    """Refuse what the kernels of a device cannot serve.
+
+    Raises:
+        ConfigError: for a dtype, a head size or a chunk size that the Triton kernels have no tiles for.
+    """
+    if shape.device.type == "cuda" or _INTERPRETED:
+        from ckv_compile.kernels import compaction
+
+        compaction.check(shape.dtype, shape.head_dim, schedule)
 
 
 def _decode(

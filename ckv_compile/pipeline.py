@@ -24,6 +24,7 @@ from ckv_compile.cache import CacheShape, CacheState
 from ckv_compile.capture import capture, reexport
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, PassError, UnsupportedModelError
+from ckv_compile.ops import check_kernels
 from ckv_compile.passes.canonicalize_attention import canonicalize_attention
 from ckv_compile.passes.insert_cached_attention import cache_shape, insert_cached_attention
 from ckv_compile.passes.insert_compaction import insert_compaction
@@ -77,7 +78,8 @@ def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
     """
     graph = capture(model)
     text_config = model.config.get_text_config(decoder=True)
-    ids = torch.arange(_CHECK_PROMPT + _CHECK_STEPS, device=model.device)[None] * 7 % text_config.vocab_size
+    tokens = min(_CHECK_PROMPT + _CHECK_STEPS, config.capacity - 1)  # no compaction
+    ids = torch.arange(tokens, device=model.device)[None] * 7 % text_config.vocab_size
     with torch.no_grad():
         expected = graph(ids, torch.arange(ids.shape[1], device=model.device)[None])[0]
     results = run_passes(graph, [functools.partial(canonicalize_attention, layers=text_config.num_hidden_layers)])
@@ -88,6 +90,7 @@ def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
             f"the graph of {type(model).__name__} holds {shape.kv_heads} KV heads a layer where its config says "
             f"{kv_heads}: it repeats them in a form that canonicalize_attention does not know"
         )
+    check_kernels(shape, config.schedule)
     results += run_passes(
         graph,
         [
@@ -97,22 +100,23 @@ def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
         ],
         before=results,
     )
-    _check_equivalence(graph, shape, ids, expected)
+    _check_equivalence(graph, shape, config.capacity, ids, expected)
     return Rewritten(graph, shape, results)
 
 
-def _check_equivalence(graph: GraphModule, shape: CacheShape, ids: Tensor, expected: Tensor) -> None:
+def _check_equivalence(graph: GraphModule, shape: CacheShape, capacity: int, ids: Tensor, expected: Tensor) -> None:
     """Compare a short prefill and a few decode steps of the rewritten graph with the captured one's logits.
 
     Passes look at attention only. A model with another path between tokens (a convolution, a recurrent state, positions
     of its own) has no state to decode with, and shows here.
     """
-    state = CacheState.allocate(shape, capacity=ids.shape[1] + 1, batch_size=1)  # no compaction
+    state = CacheState.allocate(shape, capacity, batch_size=1)
+    prompt = max(1, ids.shape[1] - _CHECK_STEPS)
     with torch.no_grad():
-        logits = [graph(ids[:, :_CHECK_PROMPT], *state)[0]]
-        for token in ids[:, _CHECK_PROMPT:].split(1, dim=1):
+        logits = [graph(ids[:, :prompt], *state)[0]]
+        for token in ids[:, prompt:].split(1, dim=1):
             logits.append(graph(token, *state)[0])
-    error = float((torch.cat(logits, dim=1) - expected[:, _CHECK_PROMPT - 1 :]).abs().max() / expected.abs().max())
+    error = float((torch.cat(logits, dim=1) - expected[:, prompt - 1 :]).abs().max() / expected.abs().max())
     # A few units of the last place for every layer; what this looks for is of the size of the logits.
     if not error < 4 * shape.layers * torch.finfo(shape.dtype).eps + 1e-3:
         raise UnsupportedModelError(
@@ -135,7 +139,8 @@ def decode_program(rewritten: Rewritten, state: CacheState) -> Program:
     graph = reexport(rewritten.graph, ids, state)
     if rewritten.shape.device.type == "cpu":
         run_passes(graph, [reduce_linear], before=rewritten.passes)
-    return torch.compile(graph, fullgraph=True, dynamic=False, options={"guard_filter_fn": _no_guards})
+    # Its forward, not the module: the call of a GraphModule hides errors of an op behind its own handling of them.
+    return torch.compile(graph.forward, fullgraph=True, dynamic=False, options={"guard_filter_fn": _no_guards})
 
 
 def run_passes(graph: GraphModule, passes: list[Pass], before: tuple[PassResult, ...] = ()) -> tuple[PassResult, ...]:

@@ -176,6 +176,7 @@ class DecodeStep:
         chosen = self.sampler.choose(logits, self.seen)
         if self.sampler.ends is not None:
             active = self.state.active
+            assert self.sampler.pad is not None
             chosen = torch.where(active, chosen, self.sampler.pad)
             active &= ~torch.isin(chosen, self.sampler.ends)
         self.ids.copy_(chosen[:, None])

@@ -3,11 +3,13 @@
 `python -m ckv_compile.kernels.aot` compiles every specialisation and prints registers, shared memory and spills.
 """
 
+import importlib
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,9 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
     "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
 }
+
+
+_MODULES = ("ckv_compile.kernels.attention", "ckv_compile.kernels.compaction")
 
 
 class Build(NamedTuple):
@@ -50,6 +55,15 @@ class Resources(NamedTuple):
     shared: int  # bytes a program
 
 
+class Report(NamedTuple):
+    """A compiled specialisation: what it takes, and the global loads of its PTX (none on AMD)."""
+
+    target: str
+    name: str
+    resources: Resources
+    loads: tuple[str, ...]  # such as "ld.global.v4.b32" or "cp.async.cg.shared.global 0x10"
+
+
 def compile_build(build: Build, target: GPUTarget) -> CompiledKernel:
     """Compile one specialisation for a chip that need not be here."""
     names = build.kernel.arg_names
@@ -66,8 +80,10 @@ def resources(kernel: CompiledKernel) -> Resources:
     shared = int(kernel.metadata.shared)
     if "cubin" not in kernel.asm:
         report = kernel.asm["amdgcn"]
-        spilled = [int(bytes_) for bytes_ in re.findall(r"\.private_segment_fixed_size:\s*(\d+)", report)]
-        return Resources(_first_number(r"\.vgpr_count:\s*(\d+)", report), max(spilled), shared)
+        registers, spilled = (
+            _first_number(rf"\.{name}:\s*(\d+)", report) for name in ("vgpr_count", "private_segment_fixed_size")
+        )
+        return Resources(registers, spilled, shared)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(kernel.asm["cubin"])
@@ -79,8 +95,44 @@ def resources(kernel: CompiledKernel) -> Resources:
     return Resources(_first_number(r"REG:(\d+)", report), spilled, shared)
 
 
+def reports() -> Iterator[Report]:
+    """Compile every specialisation of every kernel for every target, on all processors."""
+    builds = [(module, index) for module in _MODULES for index in range(len(importlib.import_module(module).builds()))]
+    with ProcessPoolExecutor() as pool:
+        for found in pool.map(_report, builds, chunksize=4):
+            yield from found
+
+
+def _report(build: tuple[str, int]) -> list[Report]:
+    module, index = build  # not the build itself: a triton.jit function does not travel between processes
+    chosen: Build = importlib.import_module(module).builds()[index]
+    found = []
+    for name, target in TARGETS.items():
+        kernel = compile_build(chosen, target)
+        found.append(Report(name, chosen.name, resources(kernel), tuple(_loads(kernel.asm.get("ptx", "")))))
+    return found
+
+
+def _loads(ptx: str) -> Iterator[str]:
+    for kind, size in re.findall(r"(ld\.global[\w.]*|cp\.async\.c[ag][\w.]*) [^;]*?(?:, (0x[0-9a-f]+)[^;]*)?;", ptx):
+        yield f"{kind} {size}".strip()
+
+
 def _first_number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if found is None:
         raise ValueError(f"no {pattern!r} in the resource report:\n{text}")
     return int(found[1])
+
+
+def main() -> None:
+    """Print the table."""
+    from tabulate import tabulate
+
+    rows = [(report.target, report.name, *report.resources) for report in reports()]
+    heads = ["target", "kernel", "registers", "spilled bytes", "shared bytes"]
+    print(tabulate(sorted(rows), headers=heads, tablefmt="github"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,616 @@
+"""The Triton kernels of clustering: one round on many rows, out of place (prefill) or in place (decode).
+
+A round is three launches. *match* finds for every slot of set A its partner in set B of the same chunk, *select* finds
+the m most similar pairs of a row and where every slot goes, *move* folds the chosen A slots into their partners and
+closes the gaps. Nothing is sorted, nothing waits for the device, and every sum has a fixed order: a row's bits depend
+on the row alone.
+
+Sizes are integers of the schedule. The only thing read from the device is, in decode, which batch rows are due.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ckv_compile.errors import ConfigError
+from ckv_compile.kernels.aot import Build
+from ckv_compile.schedule import Schedule
+
+MAX_CHUNK = 256
+"""Largest chunk: its pairwise similarities have to fit in the registers of one program."""
+
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)  # least norm, as in clustering.match
+_NEVER = tl.constexpr(-(2**31))  # below the rank of every number
+_END = tl.constexpr(2**30)  # above the key of every member
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # its tl.dot multiplies bfloat16 as if it were uint16
+_PROGRAMS = 4  # per multiprocessor: what it holds at once of these kernels
+_INTERPRETER_MULTIPROCESSORS = 4  # of tensors on the CPU, where every program costs time
+
+
+class Blocks(NamedTuple):
+    """Tile sizes and launch options of one specialisation; `builds` and the launchers read the same ones."""
+
+    pairs: int  # slots of A, and of B, of a tile; at least half a chunk
+    d: int  # columns of a head's tile
+    num_warps: int
+    num_stages: int
+
+
+def match_blocks(itemsize: int, chunk_size: int) -> Blocks:
+    """Return the tiles of the match kernel, which walks the columns of a head `d` at a time."""
+    pairs = _pairs(chunk_size)
+    if itemsize == 4:  # exact float32 products run on the vector units, whose operands all lie in registers
+        return Blocks(pairs, 16, 8 if pairs >= 64 else 4, num_stages=2)
+    return Blocks(pairs, 32, 8 if pairs == 128 else 4, num_stages=3)
+
+
+def move_blocks(head_dim: int, itemsize: int, chunk_size: int) -> Blocks:
+    """Return the tiles of the move kernel, which holds the same columns of every slot of a chunk in registers.
+
+    They are few, so that three or four programs share a multiprocessor and keep its memory busy.
+    """
+    pairs = _pairs(chunk_size)
+    return Blocks(pairs, 32 if itemsize == 2 or head_dim % 32 == 0 else 16, 8 if pairs == 128 else 4, num_stages=1)
+
+
+def check(dtype: torch.dtype, head_dim: int, schedule: Schedule) -> None:
+    """Refuse what the kernels, these and those of attention, have no tiles for.
+
+    Raises:
+        ConfigError: for a dtype, a head size or a chunk size.
+    """
+    if dtype not in _POINTERS:
+        raise ConfigError(f"a cache of {dtype} does not suit the GPU kernels: use float32, float16 or bfloat16")
+    if head_dim % 8 or head_dim > 256:
+        raise ConfigError(
+            f"a head size of {head_dim} does not suit the GPU kernels, which load 16 bytes at a time: it must be a "
+            "multiple of 8, at most 256; run this model on the CPU"
+        )
+    if schedule.chunk_size > MAX_CHUNK:
+        raise ConfigError(
+            f"chunk_size={schedule.chunk_size} is too large for the GPU kernels, which compare all slots of a chunk "
+            f"with each other in registers: use an even chunk_size from 2 to {MAX_CHUNK} (128 is the default)"
+        )
+
+
+def compact(
+    keys: Tensor, values: Tensor, degree: Tensor, fill: Tensor, position: Tensor, active: Tensor, schedule: Schedule
+) -> None:
+    """Closes one decode step of all layers, in place: advances the counters, and compacts the rows that are full.
+
+    An active row counts one token more. If that leaves it no free slot, every KV head of it runs one clustering round
+    that brings it to the budget. Whether that is so is decided on the device; a step in which no row is due costs
+    three launches that return at once. Scratch is a few numbers per slot, never a copy of keys or values.
+
+    Args:
+        keys: [B, L, Hkv, C, D] contiguous, float32, float16 or bfloat16; D is a multiple of 8, at most 256.
+        values: likewise.
+        degree: [B, L, Hkv, C] float32, contiguous.
+        fill: [B] int64, contiguous: used slots.
+        position: [B] int64, contiguous: tokens seen.
+        active: [B] bool, contiguous; the slots and counters of the other rows stay as they are.
+        schedule: the budget, what is protected, and the chunks.
+
+    Raises:
+        ConfigError: if `schedule` or the head size does not suit the kernels.
+        ValueError: if one round cannot bring C slots to the budget, or for a dtype or layout that is not as above.
+    """
+    batch, layers, heads, capacity, dim = keys.shape
+    _check(keys, values, degree, schedule)
+    size = _RoundSize.of(capacity, capacity - schedule.budget, dim, schedule)
+    if not (keys.is_contiguous() and values.is_contiguous() and degree.is_contiguous()):
+        raise ValueError("keys, values and degree must be contiguous: the kernels write to them in place")
+    if (fill.dtype, position.dtype, active.dtype) != (torch.int64, torch.int64, torch.bool):
+        raise ValueError(f"fill, position must be int64, active bool: {fill.dtype}, {position.dtype}, {active.dtype}")
+    rows, scratch = layers * heads, size.scratch(batch * layers * heads, keys.device)
+    due = torch.empty(batch, dtype=torch.int32, device=keys.device)
+    old_degree = torch.empty_like(degree)
+    with torch.cuda.device_of(keys):
+        _match(keys, scratch, (fill, active, due), batch, rows, size)
+        _select(scratch, (degree, old_degree, fill, position, active, due), batch, rows, size)
+        _move((keys, values, old_degree), (keys, values, degree), scratch, due, batch, rows, size)
+
+
+def compress(
+    keys: Tensor, values: Tensor, degree: Tensor, rounds: tuple[int, ...], schedule: Schedule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs clustering rounds that merge `rounds` slots of every row, one after the other.
+
+    The first round reads the tensors as they are and the last one writes their dtype; what passes between rounds is
+    float32. So keys and values are widened once and rounded once, and a single round keeps the bits of what it moves.
+
+    Args:
+        keys: [R, n, D] float32, float16 or bfloat16; D is a multiple of 8, at most 256.
+        values: likewise.
+        degree: [R, n] float32, all positive.
+        rounds: slots to merge in each round.
+        schedule: what is protected, and the chunks.
+
+    Returns:
+        keys, values [R, n - sum(rounds), D] and degree [R, n - sum(rounds)], new unless there are no rounds.
+
+    Raises:
+        ConfigError: if `schedule` or the head size does not suit the kernels.
+        ValueError: if a round asks for more merges than there are pairs, or for a dtype that is not as above.
+    """
+    rows, slots, dim = keys.shape
+    _check(keys, values, degree, schedule)
+    state = (keys.contiguous(), values.contiguous(), degree.contiguous())
+    for index, merges in enumerate(rounds):
+        size = _RoundSize.of(slots, merges, dim, schedule)
+        slots -= merges
+        dtype = keys.dtype if index == len(rounds) - 1 else torch.float32
+        # The state of the round before is freed here, and its memory serves the next: two buffers take turns.
+        new = (
+            torch.empty(rows, slots, dim, dtype=dtype, device=keys.device),
+            torch.empty(rows, slots, dim, dtype=dtype, device=keys.device),
+            torch.empty(rows, slots, dtype=torch.float32, device=keys.device),
+        )
+        scratch = size.scratch(rows, keys.device)
+        with torch.cuda.device_of(keys):
+            _match(state[0], scratch, None, 1, rows, size)
+            _select(scratch, None, 1, rows, size)
+            _move(state, new, scratch, None, 1, rows, size)
+        state = new
+    return state
+
+
+class _Scratch(NamedTuple):
+    """What the launches of a round tell each other: int32 [R, |A|] each."""
+
+    rank: Tensor  # the similarity of a slot of A to its partner, as an integer of the same order
+    partner: Tensor  # its partner, counted in B of its chunk
+    plan: Tensor  # 2 * (slots removed before it) + (1 if it is removed itself)
+
+
+class _RoundSize(NamedTuple):
+    """The integers of one round, the same for every row."""
+
+    slots: int
+    merges: int
+    n_sink: int
+    middle: int  # unprotected slots
+    chunk_size: int
+    dim: int
+
+    @classmethod
+    def of(cls, slots: int, merges: int, dim: int, schedule: Schedule) -> "_RoundSize":
+        """Check a round of `merges` merges on rows of `slots` slots."""
+        if not 0 < merges <= schedule.mergeable(slots):
+            raise ValueError(
+                f"{merges} merges asked for, but a row of {slots} slots offers 1 to {schedule.mergeable(slots)}"
+            )
+        middle = slots - schedule.n_sink - schedule.n_recent
+        return cls(slots, merges, schedule.n_sink, middle, schedule.chunk_size, dim)
+
+    @property
+    def chunks(self) -> int:
+        return int(triton.cdiv(self.middle, self.chunk_size))
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the move kernel: the sinks, the chunks and the recent slots, a chunk of slots each."""
+        recent = self.slots - self.n_sink - self.middle
+        return self.chunks + int(triton.cdiv(self.n_sink, self.chunk_size) + triton.cdiv(recent, self.chunk_size))
+
+    def scratch(self, rows: int, device: torch.device) -> _Scratch:
+        return _Scratch(*torch.empty(3, rows, (self.middle + 1) // 2, dtype=torch.int32, device=device))
+
+
+def _pairs(chunk_size: int) -> int:
+    """Slots of A in a tile that holds a chunk; 16 are the least a tensor core takes."""
+    return max(16, int(triton.next_power_of_2(chunk_size // 2)))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETER_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _check(keys: Tensor, values: Tensor, degree: Tensor, schedule: Schedule) -> None:
+    check(keys.dtype, keys.shape[-1], schedule)
+    if values.dtype != keys.dtype or degree.dtype != torch.float32:
+        raise ValueError(
+            "keys and values must share one dtype, and degree must be float32, "
+            f"got {keys.dtype}, {values.dtype} and {degree.dtype}"
+        )
+
+
+def _grid(items: int, in_place: bool, device: torch.device) -> tuple[int]:
+    """One program an item, but in decode no more than the chip holds: if no row is due, they all return at once."""
+    return (min(items, _PROGRAMS * _multiprocessors(device)) if in_place else items,)
+
+
+def _match(
+    keys: Tensor,
+    scratch: _Scratch,
+    guard: tuple[Tensor, ...] | None,  # in place: fill, active, due
+    batch: int,
+    rows: int,
+    size: _RoundSize,
+) -> None:
+    blocks, in_place = match_blocks(keys.element_size(), size.chunk_size), guard is not None
+    _match_kernel[_grid(rows * size.chunks, in_place, keys.device)](
+        keys, scratch.rank, scratch.partner, *(guard or (scratch.rank,) * 3),
+        batch, rows, size.slots, size.n_sink, size.middle, size.chunk_size,
+        HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
+
+
+def _select(
+    scratch: _Scratch,
+    guard: tuple[Tensor, ...] | None,  # in place: degree, old_degree, fill, position, active, due
+    batch: int,
+    rows: int,
+    size: _RoundSize,
+) -> None:
+    in_place = guard is not None
+    _select_kernel[_grid(rows, in_place, scratch.rank.device)](
+        scratch.rank, scratch.plan, *(guard or (scratch.rank,) * 6),
+        batch, rows, size.slots, size.middle, size.merges,
+        BLOCK=_SELECT.pairs, IN_PLACE=in_place, num_warps=_SELECT.num_warps, num_stages=_SELECT.num_stages,
+    )  # fmt: skip
+
+
+def _move(
+    old: tuple[Tensor, Tensor, Tensor],
+    new: tuple[Tensor, Tensor, Tensor],
+    scratch: _Scratch,
+    due: Tensor | None,  # in place
+    batch: int,
+    rows: int,
+    size: _RoundSize,
+) -> None:
+    blocks, in_place = move_blocks(size.dim, old[0].element_size(), size.chunk_size), due is not None
+    slices = 2 * triton.cdiv(size.dim, blocks.d)  # of keys and of values
+    _move_kernel[_grid(rows * slices * (1 if in_place else size.tiles), in_place, old[0].device)](
+        *old, *new, scratch.partner, scratch.plan, scratch.plan if due is None else due,
+        batch, rows, size.slots, size.n_sink, size.middle, size.chunk_size, size.merges,
+        HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rank_ptr", "partner_ptr", "fill_ptr", "active_ptr", "due_ptr",
+        "batch", "rows", "slots", "n_sink", "middle", "chunk_size",
+    ]
+)  # fmt: skip
+def _match_kernel(  # type: ignore[no-untyped-def]
+    keys_ptr, rank_ptr, partner_ptr, fill_ptr, active_ptr, due_ptr,
+    batch, rows, slots, n_sink, middle, chunk_size,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """Find the partner of every slot of A, a chunk at a time; in place, decide which of the batch rows are due.
+
+    Every program decides that for itself from `fill`, which this launch only reads. Program 0 writes the answer down
+    for the launches to come, because the next one advances `fill`.
+    """
+    first, chunks = tl.program_id(0), tl.cdiv(middle, chunk_size)
+    if IN_PLACE:
+        for b in range(batch):
+            due = (tl.load(active_ptr + b).to(tl.int32) != 0) & (tl.load(fill_ptr + b) + 1 >= slots)
+            if first == 0:
+                tl.store(due_ptr + b, due.to(tl.int32))
+            if due:
+                for item in range(first, rows * chunks, tl.num_programs(0)):
+                    _match_chunk(
+                        keys_ptr, rank_ptr, partner_ptr, b * rows + item // chunks, item % chunks,
+                        slots, n_sink, middle, chunk_size, HEAD_DIM, BLOCK, BLOCK_D,
+                    )  # fmt: skip
+    else:
+        _match_chunk(
+            keys_ptr, rank_ptr, partner_ptr, first // chunks, first % chunks,
+            slots, n_sink, middle, chunk_size, HEAD_DIM, BLOCK, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit
+def _match_chunk(  # type: ignore[no-untyped-def]
+    keys_ptr, rank_ptr, partner_ptr, row, chunk, slots, n_sink, middle, chunk_size,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Match the slots of a chunk. The product of two bfloat16 or float16 numbers is exact, and the sum is float32."""
+    row = row.to(tl.int64)
+    start = n_sink + chunk * chunk_size
+    stop = tl.minimum(start + chunk_size, n_sink + middle)
+    keys_ptr += row * slots * HEAD_DIM
+    first_a = row * ((middle + 1) // 2) + chunk * (chunk_size // 2)
+    i, d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    a, b = start + 2 * i, start + 2 * i + 1
+    in_a, in_b = a < stop, b < stop
+    product = tl.zeros([BLOCK, BLOCK], tl.float32)
+    square_a, square_b = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start_d in range(0, HEAD_DIM, BLOCK_D):
+        mask_a, mask_b = in_a[:, None], in_b[:, None]
+        if HEAD_DIM % BLOCK_D:
+            mask_a, mask_b = mask_a & (start_d + d < HEAD_DIM)[None, :], mask_b & (start_d + d < HEAD_DIM)[None, :]
+        tile_a = tl.load(keys_ptr + a[:, None] * HEAD_DIM + (start_d + d)[None, :], mask=mask_a, other=0.0)
+        tile_b = tl.load(keys_ptr + b[:, None] * HEAD_DIM + (start_d + d)[None, :], mask=mask_b, other=0.0)
+        wide_a, wide_b = tile_a.to(tl.float32), tile_b.to(tl.float32)
+        square_a += tl.sum(wide_a * wide_a, axis=1)
+        square_b += tl.sum(wide_b * wide_b, axis=1)
+        if _INTERPRETED:
+            tile_a, tile_b = wide_a, wide_b
+        product = tl.dot(tile_a, tl.trans(tile_b), product, input_precision="ieee")
+    inverse_a = 1.0 / tl.maximum(tl.sqrt(square_a), _TINY)
+    inverse_b = 1.0 / tl.maximum(tl.sqrt(square_b), _TINY)
+    # What is not a number (keys that overflow when squared) merges last: a rank must order, and a partner must exist.
+    product = product * inverse_b[None, :]
+    product = tl.where(in_b[None, :] & (product == product), product, float("-inf"))
+    best, partner = tl.max(product, axis=1, return_indices=True, return_indices_tie_break_left=True)
+    similarity = best * inverse_a
+    similarity = tl.where(similarity == similarity, similarity, float("-inf"))
+    bits = tl.where(similarity == 0.0, 0.0, similarity).to(tl.int32, bitcast=True)  # -0 and 0 tie
+    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats order like integers, once the negative ones are turned around
+    tl.store(rank_ptr + first_a + i, rank, mask=in_a)
+    tl.store(partner_ptr + first_a + i, partner, mask=in_a)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rank_ptr", "plan_ptr", "degree_ptr", "old_degree_ptr", "fill_ptr", "position_ptr", "active_ptr", "due_ptr",
+        "batch", "rows", "slots", "middle", "merges",
+    ]
+)  # fmt: skip
+def _select_kernel(  # type: ignore[no-untyped-def]
+    rank_ptr, plan_ptr, degree_ptr, old_degree_ptr, fill_ptr, position_ptr, active_ptr, due_ptr,
+    batch, rows, slots, middle, merges,
+    BLOCK: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """Choose the m most similar pairs of a row, a row a program; in place, advance the counters of the batch rows.
+
+    Only program 0 touches `fill` and `position`: the others read what the launch before has written down. The degrees
+    are set aside here too, because the next launch replaces them while its programs still read them.
+    """
+    first, n_a = tl.program_id(0), (middle + 1) // 2
+    if IN_PLACE:
+        for b in range(batch):
+            due = tl.load(due_ptr + b) != 0
+            if (first == 0) & (tl.load(active_ptr + b).to(tl.int32) != 0):
+                tl.store(position_ptr + b, tl.load(position_ptr + b) + 1)
+                tl.store(fill_ptr + b, tl.where(due, slots - merges, tl.load(fill_ptr + b) + 1))
+            if due:
+                for item in range(first, rows, tl.num_programs(0)):
+                    row = (b * rows + item).to(tl.int64)
+                    _select_row(rank_ptr + row * n_a, plan_ptr + row * n_a, n_a, merges, BLOCK)
+                    for start in range(0, slots, BLOCK):
+                        slot = start + tl.arange(0, BLOCK)
+                        old = tl.load(degree_ptr + row * slots + slot, mask=slot < slots, other=0.0)
+                        tl.store(old_degree_ptr + row * slots + slot, old, mask=slot < slots)
+    else:
+        row = first.to(tl.int64)
+        _select_row(rank_ptr + row * n_a, plan_ptr + row * n_a, n_a, merges, BLOCK)
+
+
+@triton.jit
+def _select_row(rank_ptr, plan_ptr, n_a, merges, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bisect the rank of the m-th most similar pair bit by bit; of the pairs that tie with it the first ones go."""
+    i = tl.arange(0, BLOCK)
+    threshold = tl.full([], _NEVER, tl.int32)
+    for step in range(32):
+        candidate = threshold ^ (tl.full([], 1, tl.int32) << (31 - step))
+        count = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, n_a, BLOCK):
+            rank = tl.load(rank_ptr + start + i, mask=start + i < n_a, other=_NEVER)
+            count += (rank >= candidate).to(tl.int32)
+        threshold = tl.where(tl.sum(count) >= merges, candidate, threshold)
+
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, n_a, BLOCK):
+        rank = tl.load(rank_ptr + start + i, mask=start + i < n_a, other=_NEVER)
+        count += (rank > threshold).to(tl.int32)
+    ties_taken = merges - tl.sum(count)
+
+    above_before, ties_before = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for start in range(0, n_a, BLOCK):
+        rank = tl.load(rank_ptr + start + i, mask=start + i < n_a, other=_NEVER)
+        above, tie = (rank > threshold).to(tl.int32), (rank == threshold).to(tl.int32)
+        ties = ties_before + tl.cumsum(tie) - tie  # before each
+        removed = above_before + tl.cumsum(above) - above + tl.minimum(ties, ties_taken)
+        gone = above | (tie & (ties < ties_taken).to(tl.int32))
+        tl.store(plan_ptr + start + i, 2 * removed + gone, mask=start + i < n_a)
+        above_before += tl.sum(above)
+        ties_before += tl.sum(tie)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "old_degree_ptr", "degree_ptr", "partner_ptr", "plan_ptr", "due_ptr",
+        "batch", "rows", "slots", "n_sink", "middle", "chunk_size", "merges",
+    ]
+)  # fmt: skip
+def _move_kernel(  # type: ignore[no-untyped-def]
+    old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr, partner_ptr, plan_ptr, due_ptr,
+    batch, rows, slots, n_sink, middle, chunk_size, merges,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """Move the slots that stay to their new places, a slice of the columns of keys or of values a program.
+
+    A row is cut into tiles: its sinks, its chunks and its recent slots. Out of place every tile has its own program.
+    In place one program walks the tiles from left to right (the sinks stay), because a slot never moves to the right:
+    what it writes for a tile lies left of the end of that tile, so left of all that it has yet to read. Programs of
+    other slices touch other columns. The degrees have one writer, and all read the copy of the old ones.
+    """
+    first, slices = tl.program_id(0), 2 * tl.cdiv(HEAD_DIM, BLOCK_D)
+    sink_tiles = tl.cdiv(n_sink, chunk_size)
+    tiles = sink_tiles + tl.cdiv(middle, chunk_size) + tl.cdiv(slots - n_sink - middle, chunk_size)
+    if IN_PLACE:
+        for b in range(batch):
+            if tl.load(due_ptr + b) != 0:
+                for item in range(first, rows * slices, tl.num_programs(0)):
+                    row, part = (b * rows + item // slices).to(tl.int64), item % slices
+                    for tile in range(sink_tiles, tiles):
+                        _move_tile(
+                            old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr,
+                            partner_ptr, plan_ptr, row, tile, part, slots, slots, n_sink, middle, chunk_size, merges,
+                            HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
+                        )  # fmt: skip
+                    if part == 0:
+                        for start in range(slots - merges, slots, BLOCK):
+                            slot = start + tl.arange(0, BLOCK)
+                            tl.store(degree_ptr + row * slots + slot, 0.0, mask=slot < slots)
+    else:
+        row, tile, part = (first // slices // tiles).to(tl.int64), first // slices % tiles, first % slices
+        _move_tile(
+            old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr,
+            partner_ptr, plan_ptr, row, tile, part, slots, slots - merges, n_sink, middle, chunk_size, merges,
+            HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _move_tile(  # type: ignore[no-untyped-def]
+    old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr, partner_ptr, plan_ptr,
+    row, tile, part, slots, new_slots, n_sink, middle, chunk_size, merges,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """Move one slice of the slots of a tile."""
+    chunk = tile - tl.cdiv(n_sink, chunk_size)
+    after = chunk - tl.cdiv(middle, chunk_size)  # the last chunk; the tiles behind hold recent slots
+    start, end = n_sink + chunk * chunk_size, n_sink + middle
+    if chunk < 0:
+        start, end = tile * chunk_size, n_sink
+    if after >= 0:
+        start, end = end + after * chunk_size, slots
+    stop = tl.minimum(start + chunk_size, end)
+    planned = tl.where((chunk >= 0) & (after < 0), stop, start)  # only slots before it may merge
+    first_a = row * ((middle + 1) // 2) + chunk * (chunk_size // 2)
+    old_ptr = tl.where(part % 2 == 0, old_keys_ptr, old_values_ptr) + row * slots * HEAD_DIM
+    new_ptr = tl.where(part % 2 == 0, keys_ptr, values_ptr) + row * new_slots * HEAD_DIM
+    old_degree_ptr += row * slots
+    degree_ptr += row * new_slots
+    i, d = tl.arange(0, BLOCK), part // 2 * BLOCK_D + tl.arange(0, BLOCK_D)
+    a, b = start + 2 * i, start + 2 * i + 1
+    in_a, in_b = a < stop, b < stop
+    plan = tl.load(plan_ptr + first_a + i, mask=a < planned, other=0)
+    partner = tl.load(partner_ptr + first_a + i, mask=a < planned, other=0)
+    gone, shift = plan & 1, tl.where(after < 0, plan >> 1, merges)
+    key = tl.where(gone == 1, partner * BLOCK + i, -1)  # of a member: orders by what it joins, then by slot
+    mask_a, mask_b = in_a[:, None], in_b[:, None]
+    if HEAD_DIM % BLOCK_D:
+        mask_a, mask_b = mask_a & (d < HEAD_DIM)[None, :], mask_b & (d < HEAD_DIM)[None, :]
+    tile_a = tl.load(old_ptr + a[:, None] * HEAD_DIM + d[None, :], mask=mask_a, other=0.0)
+    tile_b = tl.load(old_ptr + b[:, None] * HEAD_DIM + d[None, :], mask=mask_b, other=0.0)
+    degree_a = tl.load(old_degree_ptr + a, mask=in_a, other=0.0)
+    degree_b = tl.load(old_degree_ptr + b, mask=in_b, other=1.0)
+
+    dtype = new_ptr.dtype.element_ty
+    keep = in_a & (gone == 0)
+    to_a, to_b = a - shift, b - shift - gone
+    if not IN_PLACE:  # then nothing has to wait for the loads, and the registers are free for the sums
+        tl.store(new_ptr + to_a[:, None] * HEAD_DIM + d[None, :], tile_a.to(dtype), mask=mask_a & keep[:, None])
+
+    # Every slot of B takes up the next of its members, in slot order, until nobody has one left: few turns, each a
+    # gather that hits the cache. A product with a one-hot matrix would do the work of BLOCK turns, in float32.
+    total, acc = degree_b, tile_b.to(tl.float32) * degree_b[:, None]
+    last, members = i * BLOCK - 1, tl.zeros([BLOCK], tl.int32)  # key of the last member taken up, and their number
+    left = tl.sum(gone)
+    while left > 0:
+        last = tl.min(tl.where(key[None, :] > last[:, None], key[None, :], _END), axis=1)  # [B, A] -> [B]
+        found = last < (i + 1) * BLOCK
+        last = tl.where(found, last, _END)
+        slot = start + 2 * (last % BLOCK)
+        weight = tl.load(old_degree_ptr + slot, mask=found, other=0.0)
+        mask = found[:, None]
+        if HEAD_DIM % BLOCK_D:
+            mask = mask & (d < HEAD_DIM)[None, :]
+        taken = tl.load(old_ptr + slot[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+        acc += taken.to(tl.float32) * weight[:, None]
+        total += weight
+        members += found.to(tl.int32)
+        left -= tl.sum(found.to(tl.int32))
+    merged = tl.div_rn(acc, tl.broadcast_to(total[:, None], [BLOCK, BLOCK_D]))
+
+    # n K / n need not be K: a slot that took part in no merge is stored as it was loaded.
+    tile_b = tl.where((members > 0)[:, None], merged.to(dtype), tile_b.to(dtype))
+    if IN_PLACE:
+        # The old and new places of a tile overlap: all warps must have loaded before one of them stores. Behind the
+        # stores no barrier is needed: they lie left of what the next tile loads.
+        tl.debug_barrier()
+        tl.store(new_ptr + to_a[:, None] * HEAD_DIM + d[None, :], tile_a.to(dtype), mask=mask_a & keep[:, None])
+    tl.store(new_ptr + to_b[:, None] * HEAD_DIM + d[None, :], tile_b, mask=mask_b)
+    if part == 0:
+        tl.store(degree_ptr + to_a, degree_a, mask=keep)
+        tl.store(degree_ptr + to_b, total, mask=in_b)
+
+
+_SELECT = Blocks(1024, 1, num_warps=8, num_stages=1)
+_POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+_HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+def builds() -> list[Build]:
+    """Return every specialisation that ships: chunks of 128 for the head sizes of common models, and other chunks.
+
+    A kernel is built in place for decode and out of place for prefill, which reads one dtype and writes another.
+    """
+    return [
+        *(_select_build(in_place) for in_place in (False, True)),
+        *(build for dtype in _POINTERS for dim in _HEAD_DIMS for build in _builds(dtype, dim, 128)),
+        *(build for chunk_size in (64, 256) for build in _builds(torch.bfloat16, 128, chunk_size)),
+    ]
+
+
+def _builds(dtype: torch.dtype, dim: int, chunk_size: int) -> Iterator[Build]:
+    for in_place in (False, True):
+        yield _match_build(dtype, dim, chunk_size, in_place)
+    yield _move_build(dtype, dtype, dim, chunk_size, in_place=True)
+    wide = torch.float32
+    for old, new in dict.fromkeys([(dtype, dtype), (dtype, wide), (wide, dtype)]):
+        yield _move_build(old, new, dim, chunk_size, in_place=False)
+
+
+def _match_build(dtype: torch.dtype, dim: int, chunk_size: int, in_place: bool) -> Build:
+    blocks = match_blocks(dtype.itemsize, chunk_size)
+    pointers = {"keys_ptr": _POINTERS[dtype]} | ({"fill_ptr": "*i64", "active_ptr": "*i1"} if in_place else {})
+    return Build(
+        f"match{'-in-place' if in_place else ''}-{_POINTERS[dtype][1:]}-D{dim}-c{chunk_size}",
+        _match_kernel,
+        _signature(_match_kernel, pointers),
+        {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place},
+        blocks.num_warps,
+        blocks.num_stages,
+    )
+
+
+def _select_build(in_place: bool) -> Build:
+    guard = {"degree_ptr": "*fp32", "old_degree_ptr": "*fp32", "fill_ptr": "*i64", "position_ptr": "*i64"}
+    return Build(
+        f"select{'-in-place' if in_place else ''}",
+        _select_kernel,
+        _signature(_select_kernel, guard | {"active_ptr": "*i1"} if in_place else {}),
+        {"BLOCK": _SELECT.pairs, "IN_PLACE": in_place},
+        _SELECT.num_warps,
+        _SELECT.num_stages,
+    )
+
+
+def _move_build(old: torch.dtype, new: torch.dtype, dim: int, chunk_size: int, in_place: bool) -> Build:
+    blocks = move_blocks(dim, old.itemsize, chunk_size)
+    pointers = {f"old_{name}_ptr": _POINTERS[old] for name in ("keys", "values")}
+    pointers |= {f"{name}_ptr": _POINTERS[new] for name in ("keys", "values")}
+    pointers |= {"old_degree_ptr": "*fp32", "degree_ptr": "*fp32"}
+    return Build(
+        f"move{'-in-place' if in_place else ''}-{_POINTERS[old][1:]}-{_POINTERS[new][1:]}-D{dim}-c{chunk_size}",
+        _move_kernel,
+        _signature(_move_kernel, pointers),
+        {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place},
+        blocks.num_warps,
+        blocks.num_stages,
+    )
+
+
+def _signature(kernel: Any, pointers: dict[str, str]) -> dict[str, str]:
+    """Type of every run-time argument: the scratch is int32, and so is every size."""
+    names = [param.name for param in kernel.params if not param.is_constexpr]
+    return {name: pointers.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in names}

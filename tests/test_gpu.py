@@ -1,0 +1,97 @@
+"""What only a CUDA device can show: the recorded step, no waiting for the device, and flat memory."""
+
+import pytest
+import torch
+from conftest import cache_of, tiny_model
+
+import ckv_compile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SMALL = {"budget": 40, "interval": 8, "n_sink": 2, "n_recent": 6, "chunk_size": 8}
+OPTIONS = {
+    "greedy": {"do_sample": False},
+    "all": {"do_sample": True, "temperature": 1.3, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_recorded_step_equals_the_eager_graph_over_compactions(rows, prompt):
+    model, ids = tiny_model().cuda(), prompt(60, batch=rows, seed=1).cuda()
+    turns = [ids, *prompt(30, batch=rows, seed=2).cuda().split(1, dim=1)]
+    logits = []
+    for mode in ("eager", "inductor"):
+        ours = ckv_compile.transform(model, compile=mode, **SMALL)
+        cache = ours.new_cache(rows)
+        logits.append(torch.cat([ours(turn, past_key_values=cache).logits for turn in turns], dim=1))
+        assert cache.state.position.tolist() == [90] * rows
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_step_never_waits_for_the_device(options, prompt):
+    """In this mode torch raises on whatever does."""
+    ours = ckv_compile.transform(tiny_model().cuda(), **SMALL)
+    ids = prompt(60).cuda()
+    ours.generate(ids, max_new_tokens=3, **options)
+    (step,) = [step for steps in ours._steps.values() for step in steps]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            step.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_seed_gives_the_same_tokens_when_the_step_is_recorded_and_when_it_is_replayed(options, prompt):
+    ours = ckv_compile.transform(tiny_model().cuda(), **SMALL)
+    tokens = []
+    for _ in range(3):
+        torch.manual_seed(4)
+        tokens.append(ours.generate(prompt(60).cuda(), max_new_tokens=40, **options))
+    assert torch.equal(tokens[0], tokens[1])
+    assert torch.equal(tokens[0], tokens[2])
+
+
+def test_a_row_that_ends_early_leaves_its_cache_alone(prompt):
+    ours = ckv_compile.transform(tiny_model().cuda(), **SMALL)
+    ids, shown = prompt(50, batch=2).cuda(), torch.ones(2, 50, dtype=torch.int64).cuda()
+    free = ours.generate(ids, attention_mask=shown, max_new_tokens=40)
+    end = int(free[0, 60])
+    out = ours.generate(
+        ids,
+        attention_mask=shown,
+        max_new_tokens=40,
+        eos_token_id=end,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    positions = [
+        50 + (int((row[50:] == end).nonzero()[0]) if (row[50:] == end).any() else out.sequences.shape[1] - 51)
+        for row in out.sequences
+    ]
+    assert cache_of(out).state.position.tolist() == positions
+
+
+def test_memory_is_flat_over_steps(prompt):
+    ours = ckv_compile.transform(tiny_model().cuda(), **SMALL)
+    cache = ours.new_cache()
+    ours(prompt(60).cuda(), past_key_values=cache)
+    token = torch.ones(1, 1, dtype=torch.int64, device="cuda")
+    ours(token, past_key_values=cache)
+    before = torch.cuda.memory_allocated()
+    for _ in range(100):
+        ours(token, past_key_values=cache)
+    assert torch.cuda.memory_allocated() == before
+    assert int(cache.state.degree.sum()) == 161 * 3 * 3
+
+
+def test_release_gives_the_memory_back(prompt):
+    ours = ckv_compile.transform(tiny_model().cuda(), **SMALL)
+    ours.generate(prompt(9).cuda(), max_new_tokens=3)
+    kept = torch.cuda.memory_allocated()
+    ours.release()
+    assert torch.cuda.memory_allocated() < kept
