@@ -269,14 +269,13 @@ def roofline(source: str, gpus: list[str], contexts: list[int], batches: list[in
     rows = []
     for name in gpus:
         for floor in floors(GPUS[name], shape, contexts, ROOFLINE_KEPT, batches):
-            slots = floor.kept * floor.context
             rows.append(
                 {
                     "gpu": name,
                     **floor._asdict(),
                     "speedup": floor.speedup,
-                    "full_batch": largest_batch(GPUS[name], shape, floor.context, clustered=False),
-                    "clustered_batch": largest_batch(GPUS[name], shape, int(slots), clustered=True),
+                    "full_batch": largest_batch(GPUS[name], shape, floor.context),
+                    "clustered_batch": largest_batch(GPUS[name], shape, floor.context, floor.kept),
                 }
             )
     return rows

@@ -47,6 +47,7 @@ log = logging.getLogger("ckv_compile")
 
 # transformers renames the cache argument and output from `past_key_values` to `cache`.
 _CACHE_NAME = "cache" if "cache" in inspect.signature(CausalLMOutputWithPast).parameters else "past_key_values"
+_KEPT_STEPS = 4
 _GENERATION_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -98,8 +99,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     decode program of each batch size is compiled at its first use; `warm_up` does that ahead.
 
     On the CPU each call to `generate` allocates a cache for its rows and drops it with its result. On CUDA the model
-    keeps one cache per batch size between calls, since the recorded step is bound to its addresses; `release` gives
-    them back.
+    keeps the cache of the last call for the next one of as many rows, since recorded steps are bound to its addresses;
+    `release` gives it back. A cache that a call returns is the caller's, and so are the steps recorded for it.
     """
 
     config_class = PreTrainedConfig
@@ -109,6 +110,7 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def __init__(self, model: PreTrainedModel, rewritten: Rewritten, config: CKVConfig, mode: CompileMode) -> None:
         own_config = copy.deepcopy(model.config)
         own_config._attn_implementation = "sdpa"
+        own_config._experts_implementation = "eager"  # of this class, which has no experts: they are in the graph
         super().__init__(own_config)
         self.generation_config = copy.deepcopy(model.generation_config)
         self.ckv_config = config
@@ -120,7 +122,7 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self._decode_programs: dict[int, Program] = {}
         self._steps: weakref.WeakKeyDictionary[ClusteredCache, list[DecodeStep]] = weakref.WeakKeyDictionary()
         self._records = mode == "inductor" and model.device.type == "cuda"
-        self._idle: dict[int, ClusteredCache] = {}  # by batch size; recorded steps are bound to them
+        self._idle: ClusteredCache | None = None  # of the last call; its recorded steps are bound to it
         self._lent: ClusteredCache | None = None  # to the generate() that runs
         self._running = threading.RLock()
         self.train(model.training)
@@ -148,6 +150,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def warm_up(self, batch_size: int = 1) -> None:
         """Compile the decode step of a batch size, so that the first token does not wait for it.
 
+        What is left for the first `generate` on CUDA is to record it with that call's sampling.
+
         Raises:
             CompileError: if it cannot be compiled here, with the reason.
             ConcurrentUseError: if another thread is using this model.
@@ -158,8 +162,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             self._return_cache(cache)
 
     def release(self) -> None:
-        """Give back the caches and recorded steps that are kept on CUDA between calls to `generate`."""
-        self._idle.clear()
+        """Give back the cache and the recorded steps that are kept on CUDA between calls to `generate`."""
+        self._idle = None
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """Generate as transformers does, by greedy search or sampling.
@@ -171,7 +175,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         with self._exclusive():
             prompt = inputs if inputs is not None else kwargs.get("input_ids")
             if prompt is not None:
-                self._check_tokens(prompt)
+                _check_shape(prompt)
+                self._check_range(prompt)
                 _check_continuation(prompt, kwargs)
             try:
                 output = super().generate(inputs, generation_config, **kwargs)
@@ -226,9 +231,11 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             )
         cache = cache if cache is not None else past_key_values
         with self._exclusive(), _programs_run_on(self.device):
-            self._check_tokens(input_ids)
+            _check_shape(input_ids)
             cache = cache if cache is not None else self.new_cache(input_ids.shape[0])
             self._check_cache(cache, input_ids)
+            if input_ids.shape[1] > 1 or not cache.columns or not input_ids.is_cuda:
+                self._check_range(input_ids)  # not the tokens of a step on CUDA: that would wait for the device
             if input_ids.shape[1] > 1 or not cache.columns:
                 padding = _left_padding(attention_mask, cache, input_ids)
             if input_ids.shape[1] > 1:
@@ -260,6 +267,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             active.fill_(False)
             try:
                 program(torch.zeros(rows, 1, dtype=torch.int64, device=self.device), *cache.state)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
                 raise CompileError(
                     f"the decode step could not be compiled ({type(error).__name__}: {error}); Inductor needs a C++ "
@@ -295,17 +304,16 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return step.logits.clone()  # the step writes the next ones to the same place
 
     def _decode_step(self, cache: ClusteredCache, sampler: Sampler | None) -> DecodeStep:
-        """The decode step of a cache, made at its first use; the last one of each kind is kept with the cache."""
+        """The decode step of a cache, made at its first use; the last few kinds of sampling are kept with the cache."""
         kept = self._steps.setdefault(cache, [])
         for step in kept:
             if (step.sampler and step.sampler.key) == (sampler and sampler.key):
-                step.sampler = sampler
                 return step
         self._compile(cache)
         program: Program = self._decode_programs.get(cache.batch_size, self.graph)
         with _programs_run_on(self.device):
             step = DecodeStep(program, cache.state, sampler, self._vocab_size, self._records)
-        kept[:] = [other for other in kept if (other.sampler is None) != (sampler is None)] + [step]
+        kept[:] = [*kept[-_KEPT_STEPS + 1 :], step]
         return step
 
     def _sample(
@@ -318,7 +326,10 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Generate by our own loop where the options allow, else by transformers'."""
+        """Generate by our own loop where the options allow, else by transformers'.
+
+        They differ in what a row takes after its end, while others go on: nothing, or padding as if it were tokens.
+        """
         obstacle = Sampler.obstacle(logits_processor, stopping_criteria)
         wanted = [name for name in ("output_scores", "output_logits") if getattr(generation_config, name)]
         if synced_gpus or obstacle or (wanted and generation_config.return_dict_in_generate):
@@ -329,7 +340,11 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         cache: ClusteredCache = model_kwargs[_CACHE_NAME]
         self._check_cache(cache, input_ids)
         sampler = Sampler(
-            logits_processor, stopping_criteria, generation_config.do_sample, generation_config._pad_token_tensor
+            logits_processor,
+            stopping_criteria,
+            generation_config.do_sample,
+            generation_config._pad_token_tensor,
+            self.device,
         )
         step = self._decode_step(cache, sampler)  # before the prefill: whatever fails should not come after it
         logits = self._prefill(input_ids, generation_config, model_kwargs).logits
@@ -337,7 +352,7 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)
         )
         with _programs_run_on(self.device):
-            tokens = decode_loop(step, cache, input_ids, logits, length, streamer)
+            tokens = decode_loop(step, cache, input_ids, logits, sampler, length, streamer)
         if streamer is not None:
             streamer.end()
         if generation_config.return_dict_in_generate:
@@ -345,9 +360,10 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return tokens
 
     def _borrow_cache(self, batch_size: int) -> ClusteredCache:
-        """An empty cache: the one that was kept for this batch size, or a new one."""
-        cache = self._idle.pop(batch_size, None)
-        if cache is None:
+        """An empty cache: the one that was kept, if it has as many rows, or a new one."""
+        cache, self._idle = self._idle, None
+        if cache is None or cache.batch_size != batch_size:
+            del cache  # before the next one is allocated
             return self.new_cache(batch_size)
         cache.reset()
         return cache
@@ -355,19 +371,9 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def _return_cache(self, cache: ClusteredCache) -> None:
         """Keep a cache that nobody else holds for the next call, if a recorded step is bound to it."""
         if self._records:
-            self._idle[cache.batch_size] = cache
+            self._idle = cache
 
-    def _check_tokens(self, input_ids: Tensor) -> None:
-        if not isinstance(input_ids, Tensor):
-            raise InputError(
-                f"token ids are a tensor, got {type(input_ids).__name__}: use generate(**inputs) for a dict"
-            )
-        if input_ids.ndim != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
-            raise InputError(f"a prompt is [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
-        if input_ids.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"token ids are int64, got {input_ids.dtype}")
-        if input_ids.is_cuda and input_ids.shape[1] == 1:
-            return  # the tokens of a step are not looked at: that would wait for the device
+    def _check_range(self, input_ids: Tensor) -> None:
         low, high = (int(bound) for bound in torch.aminmax(input_ids))
         if low < 0 or high >= self._vocab_size:
             raise InputError(
@@ -437,11 +443,20 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         model_kwargs[_CACHE_NAME] = given
 
 
+def _check_shape(input_ids: Tensor) -> None:
+    if not isinstance(input_ids, Tensor):
+        raise InputError(f"token ids are a tensor, got {type(input_ids).__name__}: use generate(**inputs) for a dict")
+    if input_ids.ndim != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
+        raise InputError(f"a prompt is [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"token ids are int64, got {input_ids.dtype}")
+
+
 def _left_padding(attention_mask: Tensor | None, cache: ClusteredCache, input_ids: Tensor) -> list[int]:
     """Columns of padding at the left of each row of `input_ids` [B, S].
 
     Args:
-        attention_mask: [B, columns in the cache + S], or None where there is no padding.
+        attention_mask: [B, columns in the cache + S], or None where nothing is hidden.
         cache: the cache that the tokens continue.
         input_ids: [B, S].
 
@@ -451,7 +466,7 @@ def _left_padding(attention_mask: Tensor | None, cache: ClusteredCache, input_id
     """
     batch, steps = input_ids.shape
     if attention_mask is None:
-        return [0] * batch
+        attention_mask = input_ids.new_ones(batch, cache.columns + steps)
     _check_mask_shape(attention_mask, cache, input_ids)
     mask = attention_mask.bool()
     new = mask[:, cache.columns :]
@@ -463,7 +478,10 @@ def _left_padding(attention_mask: Tensor | None, cache: ClusteredCache, input_id
         raise InputError("the attention_mask hides a whole row: every row needs at least one token")
     seen, shown = cache.state.position.tolist(), mask[:, : cache.columns].sum(dim=1).tolist()
     if seen != shown:
-        raise InputError(f"the attention_mask shows {shown} earlier tokens of each row, but the cache holds {seen}")
+        raise InputError(
+            f"the attention_mask shows {shown} earlier tokens of each row, but the cache holds {seen}: it must hide "
+            "the padding of each row, also the padding behind a row that ended before the others"
+        )
     return (steps - new.sum(dim=1)).tolist()
 
 

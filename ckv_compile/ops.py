@@ -84,8 +84,8 @@ def _empty_output(q: Tensor) -> Tensor:
     return q.new_empty(batch, steps, heads, dim).transpose(1, 2)
 
 
-def _has_triton(tensor: Tensor) -> bool:
-    return tensor.is_cuda or _INTERPRETED
+def _has_triton(device: torch.device) -> bool:
+    return device.type == "cuda" or _INTERPRETED
 
 
 def check_kernels(shape: CacheShape, schedule: Schedule) -> None:
@@ -94,7 +94,7 @@ def check_kernels(shape: CacheShape, schedule: Schedule) -> None:
     Raises:
         ConfigError: for a dtype, a head size or a chunk size that the Triton kernels have no tiles for.
     """
-    if shape.device.type == "cuda" or _INTERPRETED:
+    if _has_triton(shape.device):
         from ckv_compile.kernels import compaction
 
         compaction.check(shape.dtype, shape.head_dim, schedule)
@@ -114,7 +114,7 @@ def _decode(
 ) -> Tensor:
     """One new token per row."""
     arguments = (q, k, v, keys, values, degree, fill, active, layer, scale)
-    if _has_triton(q):
+    if _has_triton(q.device):
         from ckv_compile.kernels import attention  # Triton is there where CUDA is
 
         return attention.decode_attention(*arguments)
@@ -170,7 +170,7 @@ def _extend(
         return F.scaled_dot_product_attention(
             q.contiguous()[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=q.is_cuda
         )[0]
-    if _has_triton(q):
+    if _has_triton(q.device):
         from ckv_compile.kernels import attention
 
         return attention.extend_attention(q, k, v, keys, values, degree, used, scale)
@@ -224,7 +224,7 @@ def _append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, 
 def _compress(
     keys: Tensor, values: Tensor, degree: Tensor, rounds: tuple[int, ...], schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _has_triton(keys):
+    if _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 
         return compaction.compress(keys, values, degree, rounds, schedule)
@@ -256,7 +256,7 @@ def _compact(
 ) -> None:
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
     capacity = keys.shape[3]
-    if tokens == 1 and _has_triton(keys):
+    if tokens == 1 and _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 
         compaction.compact(keys, values, degree, fill, position, active, schedule)

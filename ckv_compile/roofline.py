@@ -132,7 +132,7 @@ def floors(
                 )
 
 
-def largest_batch(gpu: GPU, shape: Shape, slots: int, clustered: bool) -> int:
-    """Rows of `slots` slots that fit in the chip's memory beside the weights, activations not counted."""
-    slot = shape.clustered_slot if clustered else shape.slot
-    return max(0, int((gpu.memory - shape.weights) // (slots * slot)))
+def largest_batch(gpu: GPU, shape: Shape, context: int, kept: float | None = None, interval: int = 64) -> int:
+    """Rows that fit in memory beside the weights, activations not counted; with the full cache if `kept` is None."""
+    row = context * shape.slot if kept is None else (kept * context + interval) * shape.clustered_slot
+    return max(0, int((gpu.memory - shape.weights) // row))

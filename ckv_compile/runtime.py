@@ -7,12 +7,14 @@ the program with its guarded compaction and of the sampling, and replayed for ev
 than Inductor's: Inductor's cudagraph trees refuse or copy inputs that a step changes in place, which the whole cache
 is, and could not take in the sampling, whose result is the input of the next replay.
 
-The host looks at a token only `LAG` steps after it was launched. A row that has finished is no longer active (see
-`CacheState`), so the steps that are launched before the host knows of the last end leave the cache as it is.
+The host looks at a token only `LAG` steps after it was launched. A row that has ended takes its end-of-sequence token
+and is no longer active then (see `CacheState`); once all have ended none is. So no padding enters a cache, and the
+steps that are launched before the host knows of the last end change nothing.
 """
 
 import collections
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -35,6 +37,9 @@ from ckv_compile.errors import CompileError
 from ckv_compile.pipeline import Program
 
 log = logging.getLogger("ckv_compile")
+
+_recording = threading.Lock()
+"""A process may record one CUDA graph at a time."""
 
 LAG = 2
 """Steps that the host runs ahead of the tokens it has seen, on CUDA: one that runs, and one that waits for it."""
@@ -61,7 +66,8 @@ class Sampler:
         processors: transformers' logits processors.
         criteria: transformers' stopping criteria.
         do_sample: sample instead of taking the most likely token.
-        pad: token that a finished row goes on with, a tensor; None without end-of-sequence tokens.
+        pad: token that a row goes on with once it has ended, a tensor; None without end-of-sequence tokens.
+        device: where the tokens are.
     """
 
     def __init__(
@@ -70,12 +76,13 @@ class Sampler:
         criteria: Iterable[StoppingCriteria],
         do_sample: bool,
         pad: Tensor | None,
+        device: torch.device,
     ) -> None:
         self.processors = list(processors)
         self.do_sample = do_sample
-        ends = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+        ends = [criterion.eos_token_id.to(device) for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
         self.ends: Tensor | None = torch.cat([end.flatten() for end in ends]) if ends else None
-        self.pad = pad
+        self.pad = None if pad is None else pad.to(device)
 
     @staticmethod
     def obstacle(processors: Iterable[LogitsProcessor], criteria: Iterable[StoppingCriteria]) -> str | None:
@@ -100,9 +107,18 @@ class Sampler:
         return (*settings, self.do_sample, ends, None if self.pad is None else int(self.pad))
 
     @property
-    def penalty(self) -> RepetitionPenaltyLogitsProcessor | None:
-        """The processor that looks at the tokens of a row, if there is one."""
-        return next((each for each in self.processors if isinstance(each, RepetitionPenaltyLogitsProcessor)), None)
+    def uses_history(self) -> bool:
+        """Whether the choice depends on the tokens that a row has seen."""
+        return any(isinstance(processor, RepetitionPenaltyLogitsProcessor) for processor in self.processors)
+
+    def history(self, prompt: Tensor, nothing: int) -> Tensor:
+        """The tokens of a prompt [B, S] that count as seen; what transformers ignores, the padding, is `nothing`."""
+        for processor in self.processors:
+            padding = getattr(processor, "prompt_ignore_length", None)
+            if padding is not None:
+                columns = torch.arange(prompt.shape[1], device=prompt.device)
+                prompt = prompt.masked_fill(columns < padding.to(prompt.device)[:, None], nothing)
+        return prompt
 
     def choose(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         """Return the next token [B] for logits [B, 1, vocab] and the mask of seen tokens [B, at least vocab]."""
@@ -123,9 +139,10 @@ class Sampler:
 
 
 class DecodeStep:
-    """One decode step of one cache on tensors of fixed address: `ids` in, the next `ids` out.
+    """One decode step of one cache on tensors of fixed address: `ids` in, the next `tokens` and `ids` out.
 
-    Without a sampler it leaves the `logits` for a loop outside.
+    Without a sampler it leaves the `logits` for a loop outside. A recorded step reads the tensors of its own sampler,
+    which it therefore keeps.
 
     Args:
         program: the decode program, which has run before.
@@ -138,33 +155,37 @@ class DecodeStep:
         CompileError: if it cannot be recorded.
     """
 
+    logits: Tensor  # [B, 1, vocab], of the last run
+
     def __init__(
         self, program: Program, state: CacheState, sampler: Sampler | None, vocabulary: int, record: bool
     ) -> None:
         rows, device = state.fill.shape[0], state.fill.device
         self.state = state
         self.sampler = sampler
-        self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        # With one more column, which takes up the padding.
+        self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # what the program takes
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what was chosen, padding included
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        # Tokens that a row has seen, and one more column, which takes up the padding.
         seen = torch.zeros(rows, vocabulary + 1, dtype=torch.bool, device=device)
-        self.seen = seen if sampler and sampler.penalty else None
+        self.seen = seen if sampler and sampler.uses_history else None
         self._program = program
-        self.run: Callable[[], None] = self._run  # advances the cache by `ids`
-        if record:
-            self.run = self._record()
+        self._replay = self._record() if record else None
 
-    def start(self, prompt: Tensor, logits: Tensor) -> None:
-        """Choose the first token from the logits [B, 1, vocab] that follow a prompt [B, S]."""
+    def start(self, history: Tensor, logits: Tensor) -> None:
+        """Choose the first token from the logits [B, 1, vocab] that follow a prompt (see `Sampler.history`)."""
         self.state.active.fill_(True)
+        self.ended.fill_(False)
         if self.seen is not None:
-            assert self.sampler is not None
-            assert self.sampler.penalty is not None
-            padding = self.sampler.penalty.prompt_ignore_length
-            if padding is not None:
-                columns = torch.arange(prompt.shape[1], device=prompt.device)
-                prompt = prompt.masked_fill(columns < padding.to(prompt.device)[:, None], self.seen.shape[1] - 1)
-            self.seen.zero_().scatter_(1, prompt, True)
+            self.seen.zero_().scatter_(1, history, True)
         self._choose(logits)
+
+    def run(self) -> None:
+        """Advance the cache by `ids`."""
+        if self._replay is not None:
+            self._replay()
+        else:
+            self._run()
 
     def _run(self) -> None:
         self.logits = self._program(self.ids, *self.state)[0]
@@ -175,11 +196,16 @@ class DecodeStep:
         assert self.sampler is not None
         chosen = self.sampler.choose(logits, self.seen)
         if self.sampler.ends is not None:
-            active = self.state.active
             assert self.sampler.pad is not None
-            chosen = torch.where(active, chosen, self.sampler.pad)
-            active &= ~torch.isin(chosen, self.sampler.ends)
-        self.ids.copy_(chosen[:, None])
+            self.ids.copy_(chosen.masked_fill(self.ended, 0)[:, None])  # a padding token need not be in the vocabulary
+            chosen = torch.where(self.ended, self.sampler.pad, chosen)
+            self.state.active.copy_(~self.ended)
+            # Not torch.isin, which sorts when there are many.
+            self.ended.logical_or_((chosen[:, None] == self.sampler.ends).any(dim=1))
+            self.state.active.logical_and_(~self.ended.all())
+        else:
+            self.ids.copy_(chosen[:, None])
+        self.tokens.copy_(chosen)
         if self.seen is not None:
             self.seen.scatter_(1, self.ids, True)
 
@@ -195,8 +221,10 @@ class DecodeStep:
                 self._run()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with _recording, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._run()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise CompileError(
                 f"the decode step could not be recorded as a CUDA graph ({type(error).__name__}: {error}); "
@@ -213,6 +241,7 @@ def decode_loop(
     cache: ClusteredCache,
     prompt: Tensor,
     logits: Tensor,
+    sampler: Sampler,
     length: int,
     streamer: Streamer | None = None,
     lag: int | None = None,
@@ -224,34 +253,32 @@ def decode_loop(
         cache: holds the prompt; its columns and rows are advanced.
         prompt: [B, S] tokens, padding included.
         logits: [B, 1, vocab] after the prompt.
-        length: columns of the result, at most.
+        sampler: of this call; its key is that of the step's own.
+        length: columns of the result, at most; there is one more than the prompt's at least, as in transformers.
         streamer: gets the tokens [B] of each column, on the CPU.
         lag: steps to launch ahead of the tokens that the host has looked at; None is `LAG` on CUDA, and 0 on the CPU.
 
     Returns:
-        [B, columns] int64: the prompt and what follows, a finished row continued with padding.
+        [B, columns] int64: the prompt and what follows, a row that has ended continued with padding.
     """
-    rows, width = prompt.shape
-    tokens = prompt.new_empty(rows, length)
-    tokens[:, :width] = prompt
+    prompt = prompt.to(torch.int64)
+    tokens: list[Tensor] = []
     watch = _Watch(step, streamer, LAG * prompt.is_cuda if lag is None else lag)
-    column = width
-    step.start(prompt, logits)
+    step.start(sampler.history(prompt, step.seen.shape[1] - 1) if step.seen is not None else prompt, logits)
     while True:
-        tokens[:, column] = step.ids[:, 0]
-        column += 1
-        end = watch.look(column)
-        if end is not None or column == length:
+        tokens.append(step.tokens.clone())
+        end = watch.look(len(tokens))
+        if end is not None or prompt.shape[1] + len(tokens) >= length:
             break
         cache.broken = True
         step.run()
         cache.broken = False
         cache.columns += 1
     end = watch.finish() if end is None else end
-    if end is not None:  # the columns after it come from steps that changed nothing
-        cache.columns -= column - end
-        column = end
-    return tokens[:, :column]
+    if end is not None:  # what comes after it was chosen by steps that changed nothing
+        cache.columns -= len(tokens) - end
+        del tokens[end:]
+    return torch.cat([prompt, torch.stack(tokens, dim=1)], dim=1)
 
 
 class _Watch:
@@ -266,14 +293,14 @@ class _Watch:
         self.pending: collections.deque[tuple[int, Tensor, Tensor, Any]] = collections.deque()
 
     def look(self, columns: int) -> int | None:
-        """Note that the token of the last of `columns` is on its way; return the columns at which all rows ended."""
+        """Note that the last of `columns` of tokens is on its way; return the number at which all rows had ended."""
         if not self.can_end and self.streamer is None:
             return None
         event = torch.cuda.Event() if self.on_cuda else None
-        tokens, active = self._on_its_way(self.step.ids[:, 0]), self._on_its_way(self.step.state.active)
+        tokens, ended = self._on_its_way(self.step.tokens), self._on_its_way(self.step.ended)
         if event is not None:
             event.record()
-        self.pending.append((columns, tokens, active, event))
+        self.pending.append((columns, tokens, ended, event))
         return self._drain(self.lag)
 
     def finish(self) -> int | None:
@@ -286,12 +313,12 @@ class _Watch:
 
     def _drain(self, left: int) -> int | None:
         while len(self.pending) > left:
-            columns, tokens, active, event = self.pending.popleft()
+            columns, tokens, ended, event = self.pending.popleft()
             if event is not None:
                 event.synchronize()
             if self.streamer is not None:
                 self.streamer.put(tokens)
-            if self.can_end and not active.any():
+            if self.can_end and ended.all():
                 self.pending.clear()
                 return columns
         return None

@@ -5,6 +5,7 @@ import torch
 from conftest import cache_of, tiny_model
 
 import ckv_compile
+from ckv_compile.runtime import decode_loop
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,6 +16,19 @@ OPTIONS = {
     "greedy": {"do_sample": False},
     "all": {"do_sample": True, "temperature": 1.3, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2},
 }
+
+
+class Collect:
+    """A streamer that keeps the tokens."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens.extend(value.tolist())
+
+    def end(self):
+        pass
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -31,18 +45,23 @@ def test_the_recorded_step_equals_the_eager_graph_over_compactions(rows, prompt)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_step_never_waits_for_the_device(options, prompt):
-    """In this mode torch raises on whatever does."""
-    ours = ckv_compile.transform(tiny_model().cuda(), **SMALL)
-    ids = prompt(60).cuda()
-    ours.generate(ids, max_new_tokens=3, **options)
-    (step,) = [step for steps in ours._steps.values() for step in steps]
+def test_the_loop_never_waits_for_the_device(options, prompt):
+    """Steps, end-of-sequence check and streamer, in the mode in which torch raises on whatever waits."""
+    ours, ids = ckv_compile.transform(tiny_model().cuda(), **SMALL), prompt(60).cuda()
+    ours.generate(ids, max_new_tokens=3, eos_token_id=[200, 201], pad_token_id=0, **options)  # ends that never come
+    ((step,),) = ours._steps.values()
+    cache = ours._idle
+    cache.reset()
+    logits = ours(ids, past_key_values=cache).logits
+    streamer = Collect()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(20):
-            step.run()
+        with torch.no_grad():
+            tokens = decode_loop(step, cache, ids, logits, step.sampler, 100, streamer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert streamer.tokens == tokens[0, 60:].tolist()
+    assert cache.columns == 99
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -56,23 +75,24 @@ def test_a_seed_gives_the_same_tokens_when_the_step_is_recorded_and_when_it_is_r
     assert torch.equal(tokens[0], tokens[2])
 
 
-def test_a_row_that_ends_early_leaves_its_cache_alone(prompt):
-    ours = ckv_compile.transform(tiny_model().cuda(), **SMALL)
+def test_rows_that_end_early_in_calls_that_replay_one_recording(prompt):
+    """Tokens of the eager loop on the CPU's terms, call after call: a replay reads ends and padding that still live."""
+    model = tiny_model().cuda()
+    ours = ckv_compile.transform(model, **SMALL)
+    eager = ckv_compile.transform(model, compile="eager", **SMALL)
     ids, shown = prompt(50, batch=2).cuda(), torch.ones(2, 50, dtype=torch.int64).cuda()
-    free = ours.generate(ids, attention_mask=shown, max_new_tokens=40)
-    end = int(free[0, 60])
-    out = ours.generate(
-        ids,
-        attention_mask=shown,
-        max_new_tokens=40,
-        eos_token_id=end,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-    )
-    positions = [
-        50 + (int((row[50:] == end).nonzero()[0]) if (row[50:] == end).any() else out.sequences.shape[1] - 51)
-        for row in out.sequences
-    ]
+    free = eager.generate(ids, attention_mask=shown, max_new_tokens=40)
+    options = {"attention_mask": shown, "max_new_tokens": 40, "eos_token_id": int(free[0, 60]), "pad_token_id": 0}
+    expected = eager.generate(ids, **options)
+    for _ in range(3):
+        assert torch.equal(ours.generate(ids, **options), expected)
+        torch.full((10000,), 77, dtype=torch.int64, device="cuda")  # takes the place of whatever was freed
+    out = eager.generate(ids, return_dict_in_generate=True, **options)
+    length = out.sequences.shape[1]
+    positions = []
+    for row in out.sequences.tolist():
+        end = row.index(options["eos_token_id"], 50) + 1 if options["eos_token_id"] in row[50:] else length
+        positions.append(min(end, length - 1))
     assert cache_of(out).state.position.tolist() == positions
 
 

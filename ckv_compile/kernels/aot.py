@@ -8,14 +8,16 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+
+from ckv_compile.kernels.builds import Build
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),  # A100
@@ -25,26 +27,6 @@ TARGETS = {
 
 
 _MODULES = ("ckv_compile.kernels.attention", "ckv_compile.kernels.compaction")
-
-
-class Build(NamedTuple):
-    """One specialisation of a kernel, as its launcher asks for it.
-
-    Args:
-        name: kernel, dtype and sizes, as in `decode-bf16-D128`.
-        kernel: the `triton.jit` function.
-        signature: type of every run-time argument: "*bf16", "*fp32", "i32", "fp32"...; pointers are 16-byte aligned.
-        constants: value of every `tl.constexpr` argument.
-        num_warps: warps of a program.
-        num_stages: depth of the software pipeline.
-    """
-
-    name: str
-    kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    num_warps: int
-    num_stages: int
 
 
 class Resources(NamedTuple):

@@ -8,15 +8,14 @@ A slot of degree 0 is empty and may hold anything, NaN included: its score and i
 """
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ckv_compile.kernels.aot import Build
+from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, multiprocessors, signature
 
 MAX_HEAD_DIM = 256
 """Largest head that the tiles are laid out for."""
@@ -24,12 +23,8 @@ MAX_HEAD_DIM = 256
 MIN_SPLIT = 128
 """Least slots of a split: fewer cost more to combine than they save."""
 
+_KNOWN = {"degree_ptr": "*fp32", "fill_ptr": "*i64", "active_ptr": "*i1", "scale": "fp32"}  # types of arguments
 _LOG2_E = 1.4426950408889634
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # its tl.dot multiplies bfloat16 as if it were uint16
-_INTERPRETER_MULTIPROCESSORS = 4  # of tensors on the CPU, where every program costs time
-
-_POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 class Blocks(NamedTuple):
@@ -81,13 +76,6 @@ def splits(programs: int, capacity: int, multiprocessors: int) -> int:
         multiprocessors: of the chip; each takes two programs.
     """
     return max(1, min(2 * multiprocessors // max(1, programs), capacity // MIN_SPLIT))
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETER_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def decode_attention(
@@ -147,7 +135,7 @@ def decode_attention(
         )
     if not (keys.is_contiguous() and values.is_contiguous() and degree.is_contiguous()):
         raise ValueError("keys, values and degree must be contiguous: the kernel writes to them in place")
-    parts = splits(batch * kv_heads, capacity, _multiprocessors(q.device))
+    parts = splits(batch * kv_heads, capacity, multiprocessors(q.device))
     return _decode(q, k, v, keys, values, degree, fill, active, layer, scale, parts)
 
 
@@ -250,7 +238,7 @@ def _attend_tile(acc, peak, total, q, k, v, bias, seen, scale):  # type: ignore[
 
     k, v [N, D]; bias [1, N] is added to the scores; where `seen` (broadcast to [M, N]) is false, a slot has no weight.
     """
-    if _INTERPRETED:
+    if INTERPRETED:
         q, k = q.to(tl.float32), k.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + bias
     scores = tl.where(seen, scores, float("-inf"))
@@ -260,7 +248,7 @@ def _attend_tile(acc, peak, total, q, k, v, bias, seen, scale):  # type: ignore[
     weight = tl.exp2(scores - base[:, None])
     total = total * rescale + tl.sum(weight, axis=1)
     weight = weight.to(v.dtype)
-    if _INTERPRETED:
+    if INTERPRETED:
         weight, v = weight.to(tl.float32), v.to(tl.float32)
     acc = tl.dot(weight, v, acc * rescale[:, None], input_precision="ieee")
     return acc, new_peak, total
@@ -432,11 +420,11 @@ def builds() -> list[Build]:
 
     The decode kernel serves groups of up to 16 query heads; a larger one is compiled on first use.
     """
-    return [build for dtype in _POINTERS for dim in _HEAD_DIMS for build in _builds(dtype, dim)]
+    return [build for dtype in POINTERS for dim in HEAD_DIMS for build in _builds(dtype, dim)]
 
 
 def _builds(dtype: torch.dtype, dim: int) -> Iterator[Build]:
-    pointer = _POINTERS[dtype]
+    pointer = POINTERS[dtype]
     name = f"{pointer[1:]}-D{dim}"
     decode, extend = decode_blocks(dim, dtype.itemsize), extend_blocks(dim, dtype.itemsize)
     head = {"HEAD_DIM": dim, "BLOCK_D": decode.d}
@@ -445,7 +433,7 @@ def _builds(dtype: torch.dtype, dim: int) -> Iterator[Build]:
         yield Build(
             f"decode{'-split' if split else ''}-{name}",
             _decode_kernel,
-            _signature(_decode_kernel, pointer, scratch if split else {}),
+            signature(_decode_kernel, _KNOWN | (scratch if split else {}), pointer),
             head | {"BLOCK_G": decode.m, "BLOCK_N": decode.n, "SPLIT": split},
             decode.num_warps,
             decode.num_stages,
@@ -453,7 +441,7 @@ def _builds(dtype: torch.dtype, dim: int) -> Iterator[Build]:
     yield Build(
         f"combine-{name}",
         _combine_kernel,
-        _signature(_combine_kernel, pointer, scratch),
+        signature(_combine_kernel, scratch, pointer),
         head | {"BLOCK_S": COMBINE.n},
         COMBINE.num_warps,
         COMBINE.num_stages,
@@ -461,15 +449,8 @@ def _builds(dtype: torch.dtype, dim: int) -> Iterator[Build]:
     yield Build(
         f"extend-{name}",
         _extend_kernel,
-        _signature(_extend_kernel, pointer, {}),
+        signature(_extend_kernel, _KNOWN, pointer),
         head | {"BLOCK_M": extend.m, "BLOCK_N": extend.n},
         extend.num_warps,
         extend.num_stages,
     )
-
-
-def _signature(kernel: Any, pointer: str, others: dict[str, str]) -> dict[str, str]:
-    """Type of every run-time argument: `pointer` for tensors of the model's dtype, i32 for sizes and strides."""
-    known = {"degree_ptr": "*fp32", "fill_ptr": "*i64", "active_ptr": "*i1", "scale": "fp32"} | others
-    names = [param.name for param in kernel.params if not param.is_constexpr]
-    return {name: known.get(name, pointer if name.endswith("_ptr") else "i32") for name in names}

@@ -9,8 +9,7 @@ Sizes are integers of the schedule. The only thing read from the device is, in d
 """
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ckv_compile.errors import ConfigError
-from ckv_compile.kernels.aot import Build
+from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, multiprocessors, signature
 from ckv_compile.schedule import Schedule
 
 MAX_CHUNK = 256
@@ -27,9 +26,7 @@ MAX_CHUNK = 256
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)  # least norm, as in clustering.match
 _NEVER = tl.constexpr(-(2**31))  # below the rank of every number
 _END = tl.constexpr(2**30)  # above the key of every member
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # its tl.dot multiplies bfloat16 as if it were uint16
 _PROGRAMS = 4  # per multiprocessor: what it holds at once of these kernels
-_INTERPRETER_MULTIPROCESSORS = 4  # of tensors on the CPU, where every program costs time
 
 
 class Blocks(NamedTuple):
@@ -64,7 +61,7 @@ def check(dtype: torch.dtype, head_dim: int, schedule: Schedule) -> None:
     Raises:
         ConfigError: for a dtype, a head size or a chunk size.
     """
-    if dtype not in _POINTERS:
+    if dtype not in POINTERS:
         raise ConfigError(f"a cache of {dtype} does not suit the GPU kernels: use float32, float16 or bfloat16")
     if head_dim % 8 or head_dim > 256:
         raise ConfigError(
@@ -207,13 +204,6 @@ def _pairs(chunk_size: int) -> int:
     return max(16, int(triton.next_power_of_2(chunk_size // 2)))
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETER_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _check(keys: Tensor, values: Tensor, degree: Tensor, schedule: Schedule) -> None:
     check(keys.dtype, keys.shape[-1], schedule)
     if values.dtype != keys.dtype or degree.dtype != torch.float32:
@@ -225,7 +215,7 @@ def _check(keys: Tensor, values: Tensor, degree: Tensor, schedule: Schedule) -> 
 
 def _grid(items: int, in_place: bool, device: torch.device) -> tuple[int]:
     """One program an item, but in decode no more than the chip holds: if no row is due, they all return at once."""
-    return (min(items, _PROGRAMS * _multiprocessors(device)) if in_place else items,)
+    return (min(items, _PROGRAMS * multiprocessors(device)) if in_place else items,)
 
 
 def _match(
@@ -339,7 +329,7 @@ def _match_chunk(  # type: ignore[no-untyped-def]
         wide_a, wide_b = tile_a.to(tl.float32), tile_b.to(tl.float32)
         square_a += tl.sum(wide_a * wide_a, axis=1)
         square_b += tl.sum(wide_b * wide_b, axis=1)
-        if _INTERPRETED:
+        if INTERPRETED:
             tile_a, tile_b = wide_a, wide_b
         product = tl.dot(tile_a, tl.trans(tile_b), product, input_precision="ieee")
     inverse_a = 1.0 / tl.maximum(tl.sqrt(square_a), _TINY)
@@ -545,8 +535,6 @@ def _move_tile(  # type: ignore[no-untyped-def]
 
 
 _SELECT = Blocks(1024, 1, num_warps=8, num_stages=1)
-_POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def builds() -> list[Build]:
@@ -556,7 +544,7 @@ def builds() -> list[Build]:
     """
     return [
         *(_select_build(in_place) for in_place in (False, True)),
-        *(build for dtype in _POINTERS for dim in _HEAD_DIMS for build in _builds(dtype, dim, 128)),
+        *(build for dtype in POINTERS for dim in HEAD_DIMS for build in _builds(dtype, dim, 128)),
         *(build for chunk_size in (64, 256) for build in _builds(torch.bfloat16, 128, chunk_size)),
     ]
 
@@ -572,11 +560,11 @@ def _builds(dtype: torch.dtype, dim: int, chunk_size: int) -> Iterator[Build]:
 
 def _match_build(dtype: torch.dtype, dim: int, chunk_size: int, in_place: bool) -> Build:
     blocks = match_blocks(dtype.itemsize, chunk_size)
-    pointers = {"keys_ptr": _POINTERS[dtype]} | ({"fill_ptr": "*i64", "active_ptr": "*i1"} if in_place else {})
+    pointers = {"keys_ptr": POINTERS[dtype]} | ({"fill_ptr": "*i64", "active_ptr": "*i1"} if in_place else {})
     return Build(
-        f"match{'-in-place' if in_place else ''}-{_POINTERS[dtype][1:]}-D{dim}-c{chunk_size}",
+        f"match{'-in-place' if in_place else ''}-{POINTERS[dtype][1:]}-D{dim}-c{chunk_size}",
         _match_kernel,
-        _signature(_match_kernel, pointers),
+        signature(_match_kernel, pointers, "*i32"),
         {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place},
         blocks.num_warps,
         blocks.num_stages,
@@ -588,7 +576,7 @@ def _select_build(in_place: bool) -> Build:
     return Build(
         f"select{'-in-place' if in_place else ''}",
         _select_kernel,
-        _signature(_select_kernel, guard | {"active_ptr": "*i1"} if in_place else {}),
+        signature(_select_kernel, guard | {"active_ptr": "*i1"} if in_place else {}, "*i32"),
         {"BLOCK": _SELECT.pairs, "IN_PLACE": in_place},
         _SELECT.num_warps,
         _SELECT.num_stages,
@@ -597,20 +585,14 @@ def _select_build(in_place: bool) -> Build:
 
 def _move_build(old: torch.dtype, new: torch.dtype, dim: int, chunk_size: int, in_place: bool) -> Build:
     blocks = move_blocks(dim, old.itemsize, chunk_size)
-    pointers = {f"old_{name}_ptr": _POINTERS[old] for name in ("keys", "values")}
-    pointers |= {f"{name}_ptr": _POINTERS[new] for name in ("keys", "values")}
+    pointers = {f"old_{name}_ptr": POINTERS[old] for name in ("keys", "values")}
+    pointers |= {f"{name}_ptr": POINTERS[new] for name in ("keys", "values")}
     pointers |= {"old_degree_ptr": "*fp32", "degree_ptr": "*fp32"}
     return Build(
-        f"move{'-in-place' if in_place else ''}-{_POINTERS[old][1:]}-{_POINTERS[new][1:]}-D{dim}-c{chunk_size}",
+        f"move{'-in-place' if in_place else ''}-{POINTERS[old][1:]}-{POINTERS[new][1:]}-D{dim}-c{chunk_size}",
         _move_kernel,
-        _signature(_move_kernel, pointers),
+        signature(_move_kernel, pointers, "*i32"),
         {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place},
         blocks.num_warps,
         blocks.num_stages,
     )
-
-
-def _signature(kernel: Any, pointers: dict[str, str]) -> dict[str, str]:
-    """Type of every run-time argument: the scratch is int32, and so is every size."""
-    names = [param.name for param in kernel.params if not param.is_constexpr]
-    return {name: pointers.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in names}
