@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/python demos/generate.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -4,8 +4,8 @@
 
 A `DecodeStep` holds what is in brackets on tensors of fixed address. On CUDA it is recorded once as one CUDA graph, of
 the program with its guarded compaction and of the sampling, and replayed for every token. Recording is our own rather
-than Inductor's: Inductor's cudagraph trees refuse or copy inputs that a step changes in place, which the whole cache
-is, and could not take in the sampling, whose result is the input of the next replay.
+than Inductor's, whose cudagraph trees check and may copy the inputs of every call and would leave out the sampling, the
+result of which is the input of the next replay.
 
 The host looks at a token only `LAG` steps after it was launched. A row that has ended takes its end-of-sequence token
 and is no longer active then (see `CacheState`); once all have ended none is. So no padding enters a cache, and the
