@@ -7,11 +7,12 @@
 Set `CKV_DUMP=<folder>` to have the graph written before and after every pass.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -83,7 +84,8 @@ def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
     with torch.no_grad():
         expected = graph(ids, torch.arange(ids.shape[1], device=model.device)[None])[0]
     results = run_passes(graph, [functools.partial(canonicalize_attention, layers=text_config.num_hidden_layers)])
-    shape = cache_shape(graph)
+    with _as_pass("insert_cached_attention", results):
+        shape = cache_shape(graph)
     kv_heads = getattr(text_config, "num_key_value_heads", None)
     if kv_heads not in (None, shape.kv_heads):
         raise UnsupportedModelError(
@@ -154,18 +156,25 @@ def run_passes(graph: GraphModule, passes: list[Pass], before: tuple[PassResult,
         name = pass_.func.__name__ if isinstance(pass_, functools.partial) else getattr(pass_, "__name__", repr(pass_))
         _dump(graph, len(before) + len(results), name, "before")
         start = time.perf_counter()
-        try:
+        with _as_pass(name, (*before, *results)):
             matches = pass_(graph)
-        except PassError as error:
-            error.failed_pass = name
-            error.passes_run = tuple(result.name for result in (*before, *results))
-            raise
         graph.graph.lint()
         graph.recompile()
         results.append(PassResult(name, matches, time.perf_counter() - start))
         _dump(graph, len(before) + len(results) - 1, name, "after")
         log.info("%s: %d sites, %.2f s", name, matches, results[-1].seconds)
     return tuple(results)
+
+
+@contextlib.contextmanager
+def _as_pass(name: str, before: Sequence[PassResult]) -> Iterator[None]:
+    """Complete an error with the name of the pass it belongs to and of those that had already run."""
+    try:
+        yield
+    except PassError as error:
+        error.failed_pass = name
+        error.passes_run = tuple(result.name for result in before)
+        raise
 
 
 def check_mode(mode: str) -> CompileMode:

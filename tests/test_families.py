@@ -1,0 +1,123 @@
+"""Model families on tiny random configs of their own classes: exact within the budget, the reference beyond it."""
+
+import pytest
+import torch
+from conftest import VOCABULARY, cache_of, reference_logits
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ckv_compile
+
+SMALL = {"budget": 40, "interval": 8, "n_sink": 2, "n_recent": 6, "chunk_size": 8}
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # large enough that tokens differ in what they attend to
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+GQA = {"num_key_value_heads": 3}
+GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 512, "n_inner": 96}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+FAMILIES = {
+    "llama": GQA | {"rope_parameters": LLAMA3_ROPE},
+    "smollm3": GQA,  # layers without RoPE
+    "mixtral": GQA | {"sliding_window": None, "num_local_experts": 4},
+    "qwen2_moe": GQA | EXPERTS | {"shared_expert_intermediate_size": 32},
+    "qwen3_moe": GQA | EXPERTS | {"head_dim": 8},
+    "olmoe": GQA | {"num_experts": 8},
+    "phimoe": GQA | {"sliding_window": None, "num_local_experts": 4},
+    "granitemoe": GQA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma": GQA | {"head_dim": 16},
+    "gemma3_text": GQA | {"head_dim": 16, "layer_types": ["full_attention"] * 2},
+    "phi": {},  # partial rotary, a KV head for every query head
+    "phi3": GQA | {"sliding_window": None, "partial_rotary_factor": 0.5},  # fused projections
+    "gpt_neox": {},
+    "gpt2": GPT2,  # learned positions
+    "gptj": GPT2 | {"rotary_dim": 4},
+    "codegen": GPT2 | {"rotary_dim": 4},
+    "gpt_bigcode": GPT2,  # one KV head
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 48},
+    "falcon": {"new_decoder_architecture": False, "multi_query": True, "alibi": False},
+    "biogpt": {},
+    "persimmon": {},
+    "stablelm": GQA,
+    "olmo": GQA,
+    "olmo2": GQA,
+    "granite": GQA,
+    "cohere": GQA,
+    "starcoder2": GQA | {"sliding_window": None},
+    "glm4": GQA | {"head_dim": 8},
+    "nemotron": GQA,
+    "exaone4": GQA | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+}
+
+
+def tiny(family):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SHAPE | FAMILIES[family]))).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_within_budget_it_is_transformers_own_model(family, prompt):
+    model = tiny(family)
+    ours = ckv_compile.transform(model, budget=128, compile="eager")
+    options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected, found = (each.generate(prompt(50), **options) for each in (model, ours))
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_with_compaction_it_is_a_run_of_the_reference(family, prompt):
+    """In float64, so that no two similarities of random keys are equal to within rounding and rank differently."""
+    model = tiny(family).double()
+    ours = ckv_compile.transform(model, compile="eager", **SMALL)
+    steps = 2 * SMALL["interval"] + 3
+    found = ours.generate(
+        prompt(60), max_new_tokens=steps, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    expected, rows = reference_logits(model, ours.ckv_config, prompt(60), steps)
+    # generate() hands out float32 logits.
+    torch.testing.assert_close(torch.stack(found.logits), expected.float(), atol=1e-4, rtol=1e-4)
+    state = cache_of(found).state
+    assert int(state.position) == 60 + steps - 1
+    for (_, layer, head), row in rows.rows.items():
+        assert torch.equal(state.degree[0, layer, head, : int(state.fill)], row.degree)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma2", GQA | {"head_dim": 16}, "has no scaled_dot_product_attention path"),
+        ("gpt_oss", GQA | {"num_local_experts": 4, "head_dim": 8}, "has no scaled_dot_product_attention path"),
+        ("gemma3_text", GQA | {"head_dim": 16, "sliding_window": 16}, r"layers\.0\.self_attn.*a sliding window"),
+        ("cohere2", GQA | {"sliding_window": 16}, r"layers\.0\.self_attn.*a sliding window"),
+        ("bloom", {"n_layer": 2, "n_head": 6}, "has no scaled_dot_product_attention path"),  # ALiBi
+        ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2}, "has no scaled_dot_product_attention path"),  # ALiBi
+        ("mamba", {}, "has no scaled_dot_product_attention path"),  # a state space
+        (
+            "deepseek_v3",
+            {},
+            "pass insert_cached_attention stopped .*keys and values of one head size, found 192",
+        ),  # MLA
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
+def test_what_cannot_be_served_yet_is_refused_with_the_reason(family, changes, message):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SHAPE | changes))).eval()
+    with pytest.raises(ckv_compile.UnsupportedModelError, match=f"(?s){message}"):
+        ckv_compile.transform(model, budget=100, compile="eager")
