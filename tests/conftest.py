@@ -92,3 +92,8 @@ def reference_logits(model, config, ids, steps):
         logits.append(out)
         position, chunk = position + length, out.argmax(dim=-1, keepdim=True)
     return torch.stack(logits), rows
+
+
+def pytest_collection_modifyitems(items):
+    """The longest tests go first, so that two workers end at about the same time."""
+    items.sort(key=lambda item: "test_triton" not in item.nodeid)
