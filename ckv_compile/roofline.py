@@ -58,7 +58,7 @@ class Floor(NamedTuple):
         return self.full_seconds / self.clustered_seconds
 
 
-def llama_8b(max_position_embeddings: int = 131072) -> LlamaConfig:
+def llama_8b() -> LlamaConfig:
     """The shape of Llama-3.1-8B: 32 layers, 32 query and 8 KV heads of 128, 8.03 billion weights."""
     return LlamaConfig(
         vocab_size=128256,
@@ -68,7 +68,7 @@ def llama_8b(max_position_embeddings: int = 131072) -> LlamaConfig:
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
-        max_position_embeddings=max_position_embeddings,
+        max_position_embeddings=131072,
         rope_theta=500000.0,
         tie_word_embeddings=False,
     )

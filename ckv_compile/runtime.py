@@ -166,9 +166,9 @@ class DecodeStep:
         self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # what the program takes
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what was chosen, padding included
         self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
-        # Tokens that a row has seen, and one more column, which takes up the padding.
-        seen = torch.zeros(rows, vocabulary + 1, dtype=torch.bool, device=device)
-        self.seen = seen if sampler and sampler.uses_history else None
+        self.seen: Tensor | None = None
+        if sampler and sampler.uses_history:  # tokens of each row, and one more column, which takes up the padding
+            self.seen = torch.zeros(rows, vocabulary + 1, dtype=torch.bool, device=device)
         self._program = program
         self._replay = self._record() if record else None
 

@@ -24,8 +24,6 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
     "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
 }
-
-
 _MODULES = ("ckv_compile.kernels.attention", "ckv_compile.kernels.compaction")
 
 
