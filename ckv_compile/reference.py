@@ -98,7 +98,15 @@ def compress_row(row: Row, rounds: tuple[int, ...], schedule: Schedule) -> Row:
     return Row(row.keys.to(dtype), row.values.to(dtype), row.degree)
 
 
-def attend_row(q: Tensor, row: Row, scale: float, causal_tail: int = 0) -> Tensor:
+def attend_row(
+    q: Tensor,
+    row: Row,
+    scale: float,
+    causal_tail: int = 0,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:
     """Degree-biased attention: softmax(q.k * scale + log n) V. Exact when the merged keys were equal.
 
     Args:
@@ -107,44 +115,74 @@ def attend_row(q: Tensor, row: Row, scale: float, causal_tail: int = 0) -> Tenso
         scale: factor of the scores.
         causal_tail: the last `causal_tail` slots are the tokens of the queries themselves: query i sees the
             first i + 1 of them.
+        softcap: scores become softcap * tanh(score / softcap) before the degree enters; 0 leaves them.
+        sink: [] a learned logit that takes part in the softmax and has no value.
+        window: the slots are single tokens and the queries the last ones: a query sees itself and the window - 1
+            slots before it; 0 sees all.
 
     Returns:
         [S, D] in the dtype of q.
     """
     wide = accumulator_dtype(q.dtype)
-    scores = q.to(wide) @ row.keys.to(wide).T * scale + row.degree.to(wide).log()  # [S, n]
+    scores = q.to(wide) @ row.keys.to(wide).T * scale  # [S, n]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + row.degree.to(wide).log()
     if causal_tail:
         future = torch.ones(q.shape[0], causal_tail, dtype=torch.bool, device=q.device).triu(1)
         scores[:, -causal_tail:] = scores[:, -causal_tail:].masked_fill(future, float("-inf"))
-    return (scores.softmax(dim=-1) @ row.values.to(wide)).to(q.dtype)
+    if window:
+        past = torch.ones_like(scores, dtype=torch.bool).tril(scores.shape[1] - scores.shape[0] - window)
+        scores = scores.masked_fill(past, float("-inf"))
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(wide).expand(q.shape[0], 1)], dim=1)
+    weights = scores.softmax(dim=-1)[:, : row.keys.shape[0]]
+    return (weights @ row.values.to(wide)).to(q.dtype)
 
 
 class CacheRows:
-    """A whole reference cache: `Row`s by (batch row, layer, KV head), driven like the two ops.
+    """A whole reference cache: `Row`s by (batch row, layer, KV head), driven like the ops.
 
-    `attend` is `ckv::cached_attention`, `finish_step` is `ckv::compact_`. A row that has no free slot left at the
-    end of a step is brought to the budget: by annealed rounds after several tokens, by one round after one.
+    `attend` is `ckv::cached_attention`, or `ckv::window_attention` for a layer with a window, and `finish_step` is
+    `ckv::compact_`. A row that has no free slot left at the end of a step is brought to the budget: by annealed rounds
+    after several tokens, by one round after one. `windows` holds the last tokens of the layers with a window.
     """
 
     def __init__(self, schedule: Schedule, capacity: int) -> None:
         self.schedule = schedule
         self.capacity = capacity
         self.rows: dict[tuple[int, int, int], Row] = {}
+        self.windows: dict[tuple[int, int, int], Row] = {}
         self.position: dict[int, int] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Append k, v [B, Hkv, S, D] to `layer` and return the attention of q [B, H, S, D] over it."""
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        window: int = 0,
+    ) -> Tensor:
+        """Append k, v [B, Hkv, S, D] to `layer` and return the attention of q [B, H, S, D] over it.
+
+        Layers with and without a window are counted apart. `sinks` [H] has one logit a query head.
+        """
         batch, heads, steps, _ = q.shape
         kv_heads = k.shape[1]
         out = torch.empty_like(q)
+        rows = self.windows if window else self.rows
         for b in range(batch):
             for h in range(kv_heads):
                 new = Row(k[b, h], v[b, h], torch.ones(steps, dtype=torch.float32, device=k.device))
-                old = self.rows.get((b, layer, h))
+                old = rows.get((b, layer, h))
                 row = new if old is None else Row(*(torch.cat(pair) for pair in zip(old, new, strict=True)))
                 for g in range(h * heads // kv_heads, (h + 1) * heads // kv_heads):
-                    out[b, g] = attend_row(q[b, g], row, scale, causal_tail=steps)
-                self.rows[b, layer, h] = row
+                    sink = None if sinks is None else sinks[g]
+                    out[b, g] = attend_row(q[b, g], row, scale, steps, softcap, sink, window)
+                rows[b, layer, h] = Row(*(part[-window:] for part in row))  # -0: all
         return out
 
     def finish_step(self, tokens: int) -> None:
@@ -155,5 +193,5 @@ class CacheRows:
                 continue
             rounds = (slots - self.schedule.budget,) if tokens == 1 else self.schedule.rounds(slots)
             self.rows[key] = compress_row(row, rounds, self.schedule)
-        for b in {b for b, _, _ in self.rows}:
+        for b in {b for b, _, _ in (*self.rows, *self.windows)}:
             self.position[b] = self.position.get(b, 0) + tokens
