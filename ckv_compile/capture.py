@@ -1,4 +1,7 @@
-"""Model -> graph: torch.export of a Hugging Face causal LM, and of the graphs that the passes made of it.
+"""Model -> graph: torch.export of a causal LM, and of the graphs that the passes made of it.
+
+A model that asks transformers' attention interface for its attention is traced with one that leaves a `ckv::attention`
+node: q, k and v as they are, the mask, the scale, and what SDPA cannot say (score caps, learned sinks).
 
 The only patches of this package live here; each is undone when the capture ends, however it ends.
 """
@@ -12,48 +15,60 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from ckv_compile import ops
 from ckv_compile.cache import CacheState
-from ckv_compile.errors import UnsupportedModelError
+from ckv_compile.errors import CKVError, UnsupportedModelError
 
+_INTERFACE = "ckv"
 _EXAMPLE_BATCH, _EXAMPLE_STEPS = 2, 16
 
 
 class _Logits(nn.Module):
     """The part of a causal LM that is traced: token ids and true positions in, logits out, no cache."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        options = {"use_cache": False} if isinstance(self.model, PreTrainedModel) else {}
+        output = self.model(input_ids=input_ids, position_ids=position_ids, **options)
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
         return logits
 
 
-def capture(model: PreTrainedModel) -> GraphModule:
+def capture(model: nn.Module) -> GraphModule:
     """Trace a causal LM into a graph of (input_ids [B, S], position_ids [B, S]) -> (logits [B, S, vocab],).
 
     B and S are dynamic. The graph holds the model's own parameters, not copies; the model is left as it was.
 
+    Args:
+        model: a Hugging Face causal LM, or a module of forward(input_ids, position_ids) -> logits.
+
     Raises:
         UnsupportedModelError: if torch.export cannot trace the model.
     """
-    ids = torch.zeros(_EXAMPLE_BATCH, _EXAMPLE_STEPS, dtype=torch.int64, device=model.device)
-    positions = torch.arange(_EXAMPLE_STEPS, device=model.device).repeat(_EXAMPLE_BATCH, 1)
+    device = next(model.parameters()).device
+    ids = torch.zeros(_EXAMPLE_BATCH, _EXAMPLE_STEPS, dtype=torch.int64, device=device)
+    positions = torch.arange(_EXAMPLE_STEPS, device=device).repeat(_EXAMPLE_BATCH, 1)
     both = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
     wrapper = _Logits(model)
     wrapper.training = model.training  # not train(): that would reach into the model
     try:
-        with _sdpa_attention(model), torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+        with _attention_nodes(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
             program = torch.export.export(
                 wrapper, (ids, positions), dynamic_shapes={"input_ids": both, "position_ids": both}, strict=False
             )
+    except CKVError:
+        raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"torch.export could not trace {type(model).__name__} ({type(error).__name__}: {error}); "
-            "ckv_compile takes decoder-only models whose forward is traceable with use_cache=False"
+            f"torch.export could not trace {type(model).__name__}{_foreign_state(model)} ({type(error).__name__}: "
+            f"{error}); ckv_compile takes decoder-only models whose forward(input_ids, position_ids) is traceable "
+            "without a cache"
         ) from error
     return _to_module(program)
 
@@ -88,19 +103,63 @@ def _to_module(program: ExportedProgram) -> GraphModule:
     return graph
 
 
+def _foreign_state(model: nn.Module) -> str:
+    """Say where a model mixes tokens by something with a state that is not a KV cache, as far as modules tell."""
+    for path, module in model.named_modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            return f", where {path} ({type(module).__name__}) mixes tokens by a convolution and has no KV cache"
+    return ""
+
+
+def _attention_node(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' attention interface calls in place of an attention of its own.
+
+    A sliding window comes as an argument too, which is ignored: the mask says it, and is proven.
+    """
+    name = type(module).__name__
+    if dropout > 0.0:
+        raise UnsupportedModelError(f"{name} has attention dropout with p={dropout}: call model.eval() first")
+    if position_bias is not None:
+        raise UnsupportedModelError(f"{name} adds a position bias to its scores, which no cache of centroids can hold")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and not causal:
+        raise UnsupportedModelError(f"{name} is not causal: every token sees the later ones")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = ops.attention(query, key, value, attention_mask, s_aux, scale, softcap or 0.0)
+    return out.transpose(1, 2).contiguous(), None
+
+
 _patching = threading.Lock()
 
 
 @contextlib.contextmanager
-def _sdpa_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model trace through scaled_dot_product_attention, whichever attention it was loaded with."""
+def _attention_nodes(model: nn.Module) -> Iterator[None]:
+    """Let a model trace through the interface above, or SDPA if it is older than that; whichever it was loaded with."""
     with _patching:  # another thread may be capturing the same model
-        configs: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-        before = [(config, config._attn_implementation) for config in configs]
+        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        before = [(module.config, module.config._attn_implementation) for module in models]
+        AttentionInterface.register(_INTERFACE, _attention_node)
+        AttentionMaskInterface.register(_INTERFACE, sdpa_mask)
         try:
-            for config in configs:
-                config._attn_implementation = "sdpa"
+            for module in models:
+                modern = module._supports_attention_backend
+                module.config._attn_implementation = _INTERFACE if modern else "sdpa"
             yield
         finally:
             for config, implementation in before:
                 config._attn_implementation = implementation
+            del AttentionInterface._global_mapping[_INTERFACE]
+            del AttentionMaskInterface._global_mapping[_INTERFACE]

@@ -32,6 +32,9 @@ class CKVConfig:
         max_context: tokens that a float budget is a fraction of; None takes the model's
             `max_position_embeddings`. It does not limit generation.
         max_batch_size: most rows that one call may hold. Memory is taken per row in use.
+        prefill_chunk: tokens of a prompt or turn that are processed at once. None takes all of them: exact attention
+            over the whole prompt, whose memory grows with it. A number bounds memory for any length; each chunk then
+            attends to the clustered cache of those before it.
 
     Raises:
         ConfigError: for a value out of range, or a combination that no plan can satisfy.
@@ -47,6 +50,7 @@ class CKVConfig:
     r_min: float = 0.05
     max_context: int | None = None
     max_batch_size: int = 8
+    prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
         _check_number("budget", self.budget)
@@ -57,8 +61,9 @@ class CKVConfig:
             )
         for name, least in (("interval", 1), ("n_sink", 0), ("n_recent", 0), ("chunk_size", 2), ("max_batch_size", 1)):
             _check_int(name, getattr(self, name), least)
-        if self.max_context is not None:
-            _check_int("max_context", self.max_context, 1)
+        for name in ("max_context", "prefill_chunk"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1)
         if self.chunk_size % 2:
             raise ConfigError(
                 f"chunk_size={self.chunk_size} must be even: a chunk is split alternately into two equal sets"

@@ -2,17 +2,21 @@
 
 import contextlib
 import copy
+import functools
+import hashlib
 import importlib.util
 import inspect
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerationMode,
@@ -22,7 +26,8 @@ from transformers.generation import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ckv_compile.cache import ClusteredCache
+from ckv_compile import snapshot
+from ckv_compile.cache import CacheState, ClusteredCache
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import (
     CKVError,
@@ -31,6 +36,14 @@ from ckv_compile.errors import (
     ConfigError,
     InputError,
     UnsupportedModelError,
+)
+from ckv_compile.inputs import (
+    check_continuation,
+    check_mask_shape,
+    check_positions,
+    check_range,
+    check_shape,
+    left_padding,
 )
 from ckv_compile.pipeline import (
     CompileMode,
@@ -48,11 +61,13 @@ log = logging.getLogger("ckv_compile")
 # transformers renames the cache argument and output from `past_key_values` to `cache`.
 _CACHE_NAME = "cache" if "cache" in inspect.signature(CausalLMOutputWithPast).parameters else "past_key_values"
 _KEPT_STEPS = 4
+Progress = Callable[[int, int], None]
+"""Told the tokens that are prefilled and how many there are."""
 _GENERATION_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def transform(
-    model: PreTrainedModel,
+    model: nn.Module,
     config: CKVConfig | None = None,
     *,
     compile: str = "inductor",
@@ -64,8 +79,9 @@ def transform(
         model.generate(**inputs, max_new_tokens=200)
 
     Args:
-        model: a decoder-only Hugging Face causal LM on one device, the CPU or a CUDA device. It is not changed, and the
-            result shares its weights.
+        model: a decoder-only Hugging Face causal LM on one device, the CPU or a CUDA device; or a module of your own
+            with forward(input_ids [B, S], position_ids [B, S]) -> logits [B, S, vocab] that attends by
+            scaled_dot_product_attention. It is not changed, and the result shares its weights.
         config: the configuration; or pass its fields as options, `budget` at least (see `CKVConfig`).
         compile: "inductor" compiles the decode step at its first use and on CUDA records it as a CUDA graph;
             "inductor-no-cudagraphs" only compiles it; "eager" runs the same graph uncompiled.
@@ -80,9 +96,9 @@ def transform(
     config = config if config is not None else CKVConfig.from_options(options)
     mode = check_mode(compile)
     _check_model(model)
-    text_config = model.config.get_text_config(decoder=True)
+    text_config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     config = config.resolve(getattr(text_config, "max_position_embeddings", None))
-    with _programs_run_on(model.device):
+    with _programs_run_on(next(model.parameters()).device):
         rewritten = rewrite(model, config)
     return CKVForCausalLM(model, rewritten, config, mode)
 
@@ -107,23 +123,26 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     main_input_name = "input_ids"
     _supports_sdpa = True
 
-    def __init__(self, model: PreTrainedModel, rewritten: Rewritten, config: CKVConfig, mode: CompileMode) -> None:
-        own_config = copy.deepcopy(model.config)
+    def __init__(self, model: nn.Module, rewritten: Rewritten, config: CKVConfig, mode: CompileMode) -> None:
+        is_pretrained = isinstance(model, PreTrainedModel)
+        own_config: Any = (
+            copy.deepcopy(model.config) if is_pretrained else PreTrainedConfig(vocab_size=rewritten.vocabulary)
+        )
         own_config._attn_implementation = "sdpa"
         own_config._experts_implementation = "eager"  # of this class, which has no experts: they are in the graph
         super().__init__(own_config)
-        self.generation_config = copy.deepcopy(model.generation_config)
+        self.generation_config = copy.deepcopy(model.generation_config) if is_pretrained else GenerationConfig()
         self.ckv_config = config
         self.cache_shape = rewritten.shape
         self.graph = rewritten.graph
         self._rewritten = rewritten
         self._mode = mode
-        self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._decode_programs: dict[int, Program] = {}
         self._steps: weakref.WeakKeyDictionary[ClusteredCache, list[DecodeStep]] = weakref.WeakKeyDictionary()
-        self._records = mode == "inductor" and model.device.type == "cuda"
+        self._records = mode == "inductor" and rewritten.shape.device.type == "cuda"
         self._idle: ClusteredCache | None = None  # of the last call; its recorded steps are bound to it
         self._lent: ClusteredCache | None = None  # to the generate() that runs
+        self._progress: Progress | None = None  # of the generate() that runs
         self._running = threading.RLock()
         self.train(model.training)
 
@@ -145,7 +164,41 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 "use fewer rows, or pass a larger max_batch_size to transform()"
             )
         with torch.inference_mode(False):
-            return ClusteredCache(self.cache_shape, self.ckv_config.capacity, batch_size)
+            state = CacheState.allocate(self.cache_shape, self.ckv_config.capacity, batch_size)
+        return ClusteredCache(self.cache_shape, self.ckv_config.schedule, state)
+
+    def save_cache(self, cache: ClusteredCache, path: str | os.PathLike[str]) -> None:
+        """Write a cache of this model to a safetensors file, its used slots alone, whole or not at all.
+
+        Raises:
+            InputError: if it is another model's, or a step of it was interrupted half-way.
+        """
+        self._check_cache(cache)
+        snapshot.save(cache, path, self._fingerprint)
+
+    def load_cache(self, path: str | os.PathLike[str]) -> ClusteredCache:
+        """Read a cache that `save_cache` wrote, in this process or another, to go on from.
+
+        Raises:
+            InputError: if the file is of another format, model or configuration.
+        """
+        config = self.ckv_config
+        cache = snapshot.load(path, self._fingerprint, self.cache_shape, config.schedule, config.capacity)
+        if cache.batch_size > config.max_batch_size:
+            raise InputError(
+                f"{path} holds {cache.batch_size} rows; this model was transformed for {config.max_batch_size}"
+            )
+        return cache
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        """What tells this model from others of its shape: a hash of some numbers of every parameter."""
+        digest = hashlib.sha256()
+        for name, parameter in self.graph.named_parameters():
+            flat = parameter.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 16)][:16].to(torch.float64).cpu()
+            digest.update(f"{name} {tuple(parameter.shape)} {sample.tolist()}".encode())
+        return digest.hexdigest()
 
     def warm_up(self, batch_size: int = 1) -> None:
         """Compile the decode step of a batch size, so that the first token does not wait for it.
@@ -165,26 +218,40 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """Give back the cache and the recorded steps that are kept on CUDA between calls to `generate`."""
         self._idle = None
 
-    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        progress: bool | Progress = False,
+        **kwargs: Any,
+    ) -> Any:
         """Generate as transformers does, by greedy search or sampling.
+
+        Args:
+            inputs: the prompt [B, S].
+            generation_config: transformers' own.
+            progress: show how far the prefill is in a bar, or call a function with the tokens that are done and their
+                number. It moves once a row, or once a chunk with `prefill_chunk`.
+            **kwargs: whatever transformers' `generate` takes.
 
         Raises:
             InputError: for an empty prompt, token ids out of range, too many rows, or beam search.
             ConcurrentUseError: if another thread is using this model.
         """
-        with self._exclusive():
+        with self._exclusive(), _shown(progress) as show:
             prompt = inputs if inputs is not None else kwargs.get("input_ids")
             if prompt is not None:
-                _check_shape(prompt)
-                self._check_range(prompt)
-                _check_continuation(prompt, kwargs)
+                check_shape(prompt)
+                check_range(prompt, self._rewritten.vocabulary)
+                check_continuation(prompt, kwargs)
+            self._progress = show
             try:
                 output = super().generate(inputs, generation_config, **kwargs)
                 if self._lent is not None and isinstance(output, Tensor):  # else the caller has the cache
                     self._return_cache(self._lent)
                 return output
             finally:
-                self._lent = None
+                self._lent = self._progress = None
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: there is no format yet from which a compiled model could be loaded."""
@@ -231,14 +298,20 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             )
         cache = cache if cache is not None else past_key_values
         with self._exclusive(), _programs_run_on(self.device):
-            _check_shape(input_ids)
+            check_shape(input_ids)
             cache = cache if cache is not None else self.new_cache(input_ids.shape[0])
             self._check_cache(cache, input_ids)
-            if input_ids.shape[1] > 1 or not cache.columns or not input_ids.is_cuda:
-                self._check_range(input_ids)  # not the tokens of a step on CUDA: that would wait for the device
-            if input_ids.shape[1] > 1 or not cache.columns:
-                padding = _left_padding(attention_mask, cache, input_ids)
-            if input_ids.shape[1] > 1:
+            steps, limit = input_ids.shape[1], self._rewritten.positions
+            if steps > 1 or not cache.columns or not input_ids.is_cuda:
+                # Not the tokens of a step on CUDA: that would wait for the device.
+                check_range(input_ids, self._rewritten.vocabulary)
+            padding = [0] * cache.batch_size
+            if steps > 1 or not cache.columns:
+                padding = left_padding(attention_mask, cache, input_ids)
+            if limit is not None and cache.columns + steps > limit:  # columns, since the host knows them
+                seen = cache.state.position.tolist()
+                check_positions(max(n + steps - pad for n, pad in zip(seen, padding, strict=True)), limit)
+            if steps > 1:
                 logits = self._prefill_rows(input_ids, padding, cache)
             else:
                 logits = self._decode(input_ids, attention_mask, cache)
@@ -283,7 +356,15 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         ids = input_ids.to(torch.int64, copy=True)
         cache.state.active.fill_(True)
         cache.broken = True  # until every layer and row of this step is in it
-        rows = [self.graph(ids[b : b + 1, pad:], *cache.state.row(b))[0] for b, pad in enumerate(padding)]
+        done, total = 0, ids.numel() - sum(padding)
+        rows = []
+        for b, pad in enumerate(padding):
+            for chunk in ids[b : b + 1, pad:].split(self.ckv_config.prefill_chunk or ids.shape[1], dim=1):
+                logits = self.graph(chunk, *cache.state.row(b))[0]
+                done += chunk.shape[1]
+                if self._progress is not None:
+                    self._progress(done, total)
+            rows.append(logits)
         cache.columns += ids.shape[1]
         cache.broken = False
         return torch.cat(rows)
@@ -294,7 +375,7 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if attention_mask is None:
             cache.state.active.fill_(True)
         else:
-            _check_mask_shape(attention_mask, cache, input_ids)
+            check_mask_shape(attention_mask, cache, input_ids)
             cache.state.active.copy_(attention_mask[:, -1])
         step.ids.copy_(input_ids)
         cache.broken = True
@@ -312,7 +393,7 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self._compile(cache)
         program: Program = self._decode_programs.get(cache.batch_size, self.graph)
         with _programs_run_on(self.device):
-            step = DecodeStep(program, cache.state, sampler, self._vocab_size, self._records)
+            step = DecodeStep(program, cache.state, sampler, self._rewritten.vocabulary, self._records)
         kept[:] = [*kept[-_KEPT_STEPS + 1 :], step]
         return step
 
@@ -346,11 +427,14 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             generation_config._pad_token_tensor,
             self.device,
         )
-        step = self._decode_step(cache, sampler)  # before the prefill: whatever fails should not come after it
-        logits = self._prefill(input_ids, generation_config, model_kwargs).logits
         length = min(
             criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)
         )
+        if self._rewritten.positions is not None:  # the last token of the longest row is not fed back
+            hidden = (model_kwargs["attention_mask"] == 0).sum(dim=1).min() if "attention_mask" in model_kwargs else 0
+            check_positions(length - 1 - int(hidden), self._rewritten.positions)
+        step = self._decode_step(cache, sampler)  # before the prefill: whatever fails should not come after it
+        logits = self._prefill(input_ids, generation_config, model_kwargs).logits
         with _programs_run_on(self.device):
             tokens = decode_loop(step, cache, input_ids, logits, sampler, length, streamer)
         if streamer is not None:
@@ -373,30 +457,18 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if self._records:
             self._idle = cache
 
-    def _check_range(self, input_ids: Tensor) -> None:
-        low, high = (int(bound) for bound in torch.aminmax(input_ids))
-        if low < 0 or high >= self._vocab_size:
-            raise InputError(
-                f"token ids from {low} to {high}; this model's are 0 to {self._vocab_size - 1}: "
-                "was the prompt made by another tokenizer?"
-            )
-
-    def _check_cache(self, cache: ClusteredCache, input_ids: Tensor) -> None:
+    def _check_cache(self, cache: ClusteredCache, input_ids: Tensor | None = None) -> None:
         if not isinstance(cache, ClusteredCache):
             raise InputError(
                 f"a compiled model cannot continue a {type(cache).__name__}: pass a cache that it returned, or "
                 "new_cache()"
             )
-        keys = cache.state.keys
-        expected = (*self.cache_shape[:2], self.ckv_config.capacity, self.cache_shape.head_dim)
-        if tuple(keys.shape[1:]) != expected or keys.dtype != self.cache_shape.dtype:
-            raise InputError(
-                f"a cache of {tuple(keys.shape[1:])} {keys.dtype} from another model or config; this model's are "
-                f"{expected} {self.cache_shape.dtype}"
-            )
-        if cache.broken:
-            raise InputError("a step of this cache was interrupted half-way: reset() it and start again")
-        if cache.batch_size != input_ids.shape[0]:
+        found = (cache.shape, cache.schedule, cache.capacity)
+        expected = (self.cache_shape, self.ckv_config.schedule, self.ckv_config.capacity)
+        if found != expected:
+            raise InputError(f"a cache of another model or config, {found}; this model's are {expected}")
+        cache.check_whole()
+        if input_ids is not None and cache.batch_size != input_ids.shape[0]:
             raise InputError(f"{input_ids.shape[0]} rows of tokens for a cache of {cache.batch_size} rows")
 
     @contextlib.contextmanager
@@ -443,71 +515,22 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         model_kwargs[_CACHE_NAME] = given
 
 
-def _check_shape(input_ids: Tensor) -> None:
-    if not isinstance(input_ids, Tensor):
-        raise InputError(f"token ids are a tensor, got {type(input_ids).__name__}: use generate(**inputs) for a dict")
-    if input_ids.ndim != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
-        raise InputError(f"a prompt is [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
-    if input_ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"token ids are int64, got {input_ids.dtype}")
-
-
-def _left_padding(attention_mask: Tensor | None, cache: ClusteredCache, input_ids: Tensor) -> list[int]:
-    """Columns of padding at the left of each row of `input_ids` [B, S].
-
-    Args:
-        attention_mask: [B, columns in the cache + S], or None where nothing is hidden.
-        cache: the cache that the tokens continue.
-        input_ids: [B, S].
-
-    Raises:
-        InputError: if the mask does not fit, hides a token in the middle or at the right, or a whole row, or does not
-            agree with what the cache holds.
-    """
-    batch, steps = input_ids.shape
-    if attention_mask is None:
-        attention_mask = input_ids.new_ones(batch, cache.columns + steps)
-    _check_mask_shape(attention_mask, cache, input_ids)
-    mask = attention_mask.bool()
-    new = mask[:, cache.columns :]
-    if not bool((new[:, 1:] >= new[:, :-1]).all()):
-        raise InputError(
-            "the attention_mask hides tokens that are not at the left: set tokenizer.padding_side='left' to pad prompts"
-        )
-    if not bool(new[:, -1].all()):
-        raise InputError("the attention_mask hides a whole row: every row needs at least one token")
-    seen, shown = cache.state.position.tolist(), mask[:, : cache.columns].sum(dim=1).tolist()
-    if seen != shown:
-        raise InputError(
-            f"the attention_mask shows {shown} earlier tokens of each row, but the cache holds {seen}: it must hide "
-            "the padding of each row, also the padding behind a row that ended before the others"
-        )
-    return (steps - new.sum(dim=1)).tolist()
-
-
-def _check_mask_shape(attention_mask: Tensor, cache: ClusteredCache, input_ids: Tensor) -> None:
-    batch, steps = input_ids.shape
-    if attention_mask.shape != (batch, cache.columns + steps):
-        raise InputError(
-            f"an attention_mask of {tuple(attention_mask.shape)} for {batch} rows with {cache.columns} columns in the "
-            f"cache and {steps} new ones: it covers both"
-        )
-
-
-def _check_continuation(prompt: Tensor, options: dict[str, Any]) -> None:
-    """Refuse arguments of generate() from which transformers would cut the wrong columns when they continue a cache."""
-    given = options.get("cache")
-    cache = given if given is not None else options.get("past_key_values")
-    if not isinstance(cache, ClusteredCache) or not cache.columns:
+@contextlib.contextmanager
+def _shown(progress: bool | Progress) -> Iterator[Progress | None]:
+    """What `generate(progress=...)` asks for, as a function of the tokens that are done and their number."""
+    if not isinstance(progress, bool):
+        yield progress
         return
-    width, mask = prompt.shape[1], options.get("attention_mask")
-    covered = width if mask is None else mask.shape[1]
-    if covered == width <= cache.columns or covered not in (width, cache.columns + width):
-        raise InputError(
-            f"a prompt of {width} columns (attention_mask: {covered}) continues a cache of {cache.columns}: pass the "
-            "whole conversation as input_ids, or the new turn with an attention_mask that covers the cache too; or "
-            "reset() the cache to start another one"
-        )
+    if not progress:
+        yield None
+        return
+    with tqdm(desc="prefill", unit="token") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
 
 
 @contextlib.contextmanager
@@ -522,25 +545,31 @@ def _programs_run_on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _check_model(model: PreTrainedModel) -> None:
+def _check_model(model: nn.Module) -> None:
+    name = type(model).__name__
     if isinstance(model, CKVForCausalLM):
         raise UnsupportedModelError("this model is already transformed: call transform() on the original model")
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(f"transform() takes a transformers PreTrainedModel, got {type(model).__name__}")
-    if model.config.is_encoder_decoder:
+    if isinstance(model, PreTrainedModel):
+        if model.config.is_encoder_decoder:
+            raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models can be transformed")
+        if not model.can_generate() or model.get_output_embeddings() is None:
+            raise UnsupportedModelError(f"{name} has no language-model head: load it as a ...ForCausalLM")
+    elif not isinstance(model, nn.Module) or not {"input_ids", "position_ids"} <= {
+        *inspect.signature(model.forward).parameters
+    }:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder; only decoder-only models can be transformed"
-        )
-    if not model.can_generate() or model.get_output_embeddings() is None:
-        raise UnsupportedModelError(f"{type(model).__name__} has no language-model head: load it as a ...ForCausalLM")
-    if not model._supports_sdpa:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no scaled_dot_product_attention path in transformers, which the passes rewrite"
+            "transform() takes a transformers PreTrainedModel, or a module of forward(input_ids, position_ids), "
+            f"got {name}"
         )
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     if len(devices) != 1:
-        raise UnsupportedModelError(f"the model lies on several devices ({', '.join(devices)}): move it to one first")
-    if model.device.type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(
+            f"the model lies on several devices ({', '.join(devices)}): move it to one first"
+            if devices
+            else f"{name} has no parameters"
+        )
+    device_type = torch.device(devices[0]).type
+    if device_type not in ("cpu", "cuda"):
         raise UnsupportedModelError(f"the model lies on {devices[0]}: it must be on the CPU or on a CUDA device")
-    if model.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UnsupportedModelError(f"the model lies on {devices[0]}, where the kernels need Triton: install triton")

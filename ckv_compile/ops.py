@@ -1,8 +1,13 @@
-"""The two custom ops that the passes put into a graph.
+"""The custom ops that capture and passes put into a graph.
 
-`ckv::cached_attention` appends a step's keys and values to one layer of the cache and attends; `ckv::compact_` closes
-the step for all layers. Both change the state tensors of `CacheState` in place, and their schemas say so. Batch row b
-of every argument belongs to batch row b of the state; a row that is not active is left as it is.
+`ckv::attention` is the attention of a model before it has a cache: one node a layer that says all there is to know.
+`ckv::cached_attention` appends a step's keys and values to one layer of the clustered cache and attends;
+`ckv::window_attention` does so for a layer with a sliding window, whose last tokens are kept exactly; `ckv::compact_`
+closes the step for all layers. These three change the state tensors of `CacheState` in place, and their schemas say so.
+Batch row b of every argument belongs to batch row b of the state; a row that is not active is left as it is.
+
+All attend by softmax(cap(q.k * scale) + log degree), where cap(s) = softcap * tanh(s / softcap) unless softcap is 0.
+`sinks` [H] are learned logits that take part in the softmax of a head and have no value.
 
 On CUDA the work is done by the Triton kernels, and one new token a row (S = 1) never waits for the device. Under
 Triton's interpreter (TRITON_INTERPRET=1) tensors on the CPU take the same way.
@@ -21,15 +26,25 @@ from ckv_compile.reference import accumulator_dtype
 from ckv_compile.schedule import Schedule
 
 EXTEND_BLOCK = 512
-"""Queries per block when a long turn attends to a filled cache: bounds the mask to [block, cache + new]."""
+"""Queries per block when a prompt or turn needs an explicit mask: bounds it to [block, cache + new]."""
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _library = torch.library.Library("ckv", "DEF")
 _PLAN = "int budget, int n_sink, int n_recent, int chunk_size, float r_init, float r_decay, float r_min"
 _library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, float scale, float softcap=0.0, "
+    "int window=0) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, "
-    f"Tensor fill, Tensor active, int layer, float scale, {_PLAN}) -> Tensor",
+    f"Tensor fill, Tensor active, int layer, float scale, Tensor? sinks, float softcap, {_PLAN}) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "window_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor position, "
+    "Tensor active, int layer, float scale, Tensor? sinks, float softcap) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -37,6 +52,48 @@ _library.define(
     f"Tensor(e!) position, SymInt tokens, {_PLAN}) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+
+
+def _attention(
+    q: Tensor,  # [B, H, S, D]
+    k: Tensor,  # [B, Hkv, S, D]
+    v: Tensor,  # [B, Hkv, S, D]
+    mask: Tensor | None,  # [B or 1, 1, S, S] bool or additive; None is causal
+    sinks: Tensor | None,  # [H]
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """Attention as it stands in a captured graph. With no mask, query i sees the last `window` of tokens 0..i, or all.
+
+    It runs in `transform`, to compare the rewritten graph with, and keeps scores [S, S].
+    """
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = mask.triu(1 - window) if window else mask
+    bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask
+    bias = bias.expand(q.shape[0], *bias.shape[-3:]) if bias.ndim == 4 else bias.expand(q.shape[0], 1, *bias.shape)
+    return torch.stack([_attend(*row, scale, softcap, sinks) for row in zip(q, k, v, bias, strict=True)])
+
+
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Attention of one row: q [H, S, D] over k, v [Hkv, n, D] with an additive bias [H or 1, S or 1, n]."""
+    if sinks is not None:  # a slot of key and value zero, biased by the logit of each head
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        bias = F.pad(bias.expand(q.shape[0], -1, -1), (0, 1))
+        bias[:, :, -1] = sinks[:, None]
+    if not softcap:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], bias[None], scale=scale, enable_gqa=True)[0]
+    wide, group = accumulator_dtype(q.dtype), q.shape[0] // k.shape[0]
+    k, v = (tensor.to(wide).repeat_interleave(group, dim=0) for tensor in (k, v))
+    scores = softcap * torch.tanh(q.to(wide) @ k.mT * (scale / softcap)) + bias
+    return (scores.softmax(dim=-1) @ v).to(q.dtype)
 
 
 def _cached_attention(
@@ -50,6 +107,8 @@ def _cached_attention(
     active: Tensor,  # [B]
     layer: int,
     scale: float,
+    sinks: Tensor | None,  # [H]
+    softcap: float,
     budget: int,
     n_sink: int,
     n_recent: int,
@@ -59,7 +118,7 @@ def _cached_attention(
     r_min: float,
 ) -> Tensor:
     if q.shape[2] == 1:
-        return _decode(q, k, v, keys, values, degree, fill, active, layer, scale)
+        return _decode(q, k, v, keys, values, degree, fill, active, layer, scale, softcap, sinks)
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
     out = _empty_output(q)
     for b, (used, takes_tokens) in enumerate(zip(fill.tolist(), active.tolist(), strict=True)):
@@ -67,14 +126,40 @@ def _cached_attention(
             out[b] = 0.0
             continue
         slots = (keys[b, layer], values[b, layer], degree[b, layer])
-        out[b] = _extend(q[b], k[b], v[b], *slots, used, scale)
+        out[b] = _extend(q[b], k[b], v[b], *slots, used, scale, softcap, sinks)
         _append(k[b], v[b], *slots, used, schedule)
     return out
 
 
-def _cached_attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, fill: Tensor, *_: object
+def _window_attention(
+    q: Tensor,  # [B, H, S, D]
+    k: Tensor,  # [B, Hkv, S, D]
+    v: Tensor,  # [B, Hkv, S, D]
+    keys: Tensor,  # [B, Lw, Hkv, W, D]
+    values: Tensor,  # [B, Lw, Hkv, W, D]
+    position: Tensor,  # [B]
+    active: Tensor,  # [B]
+    layer: int,
+    scale: float,
+    sinks: Tensor | None,  # [H]
+    softcap: float,
 ) -> Tensor:
+    if q.shape[2] == 1:
+        return _decode(q, k, v, keys, values, None, position, active, layer, scale, softcap, sinks)
+    out, steps, window = _empty_output(q), q.shape[2], keys.shape[3]
+    for b, (seen, takes_tokens) in enumerate(zip(position.tolist(), active.tolist(), strict=True)):
+        if not takes_tokens:
+            out[b] = 0.0
+            continue
+        out[b] = _extend(q[b], k[b], v[b], keys[b, layer], values[b, layer], None, seen, scale, softcap, sinks, window)
+        last = min(steps, window)
+        slots = torch.arange(seen + steps - last, seen + steps, device=q.device) % window
+        keys[b, layer].index_copy_(1, slots, k[b, :, -last:])
+        values[b, layer].index_copy_(1, slots, v[b, :, -last:])
+    return out
+
+
+def _new_attention_fake(q: Tensor, *_: object) -> Tensor:
     return _empty_output(q)
 
 
@@ -97,7 +182,8 @@ def check_kernels(shape: CacheShape, schedule: Schedule) -> None:
     if _has_triton(shape.device):
         from ckv_compile.kernels import compaction
 
-        compaction.check(shape.dtype, shape.head_dim, schedule)
+        for head_dim in {shape.head_dim, shape.window_head_dim or shape.head_dim}:
+            compaction.check(shape.dtype, head_dim, schedule)
 
 
 def _decode(
@@ -106,20 +192,22 @@ def _decode(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    degree: Tensor,
+    degree: Tensor | None,
     fill: Tensor,
     active: Tensor,
     layer: int,
     scale: float,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """One new token per row."""
-    arguments = (q, k, v, keys, values, degree, fill, active, layer, scale)
+    """One new token per row. Without a degree the slots are a ring, and `fill` counts the tokens seen."""
+    arguments = (q, k, v, keys, values, degree, fill, active, layer, scale, softcap, sinks)
     if _has_triton(q.device):
         from ckv_compile.kernels import attention  # Triton is there where CUDA is
 
         return attention.decode_attention(*arguments)
-    if q.shape[3] % 8 == 0 and cpu.is_available(q.dtype):
-        return cpu.decode_attention(*arguments)
+    if q.shape[3] % 8 == 0 and cpu.is_available(q.dtype) and degree is not None and not softcap and sinks is None:
+        return cpu.decode_attention(*arguments[:10])
     return _decode_attention(*arguments)
 
 
@@ -129,40 +217,63 @@ def _decode_attention(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    degree: Tensor,
+    degree: Tensor | None,
     fill: Tensor,
     active: Tensor,
     layer: int,
     scale: float,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """One new token per row, in PyTorch: the form that the C++ kernel is tested against and falls back to."""
-    heads, dim, kv_heads = q.shape[1], q.shape[3], k.shape[1]
+    """`_decode` in PyTorch: the form that the C++ kernel is tested against and falls back to."""
+    heads, dim, kv_heads, capacity = q.shape[1], q.shape[3], k.shape[1], keys.shape[3]
     out = _empty_output(q)
     rows = [(b, used) for b, (used, takes) in enumerate(zip(fill.tolist(), active.tolist(), strict=True)) if takes]
     for b, used in rows:
-        if used >= keys.shape[3]:
-            raise RuntimeError(f"the cache of batch row {b} is full: {used} of {keys.shape[3]} slots are in use")
+        if degree is not None and used >= capacity:
+            raise RuntimeError(f"the cache of batch row {b} is full: {used} of {capacity} slots are in use")
     if len(rows) < q.shape[0]:
         out.zero_()
     for b, used in rows:
-        keys[b, layer, :, used] = k[b, :, 0]
-        values[b, layer, :, used] = v[b, :, 0]
-        degree[b, layer, :, used] = 1.0
-        seen = slice(0, used + 1)
+        slot, taken = used % capacity, slice(0, min(used + 1, capacity))
+        keys[b, layer, :, slot] = k[b, :, 0]
+        values[b, layer, :, slot] = v[b, :, 0]
         # The G query heads of a KV head stand side by side as rows of one query, so K and V are read once.
         grouped = q[b].reshape(kv_heads, heads // kv_heads, dim)
-        bias = degree[b, layer, :, None, seen].to(accumulator_dtype(q.dtype)).log()  # [Hkv, 1, n]
-        out[b] = F.scaled_dot_product_attention(
-            grouped[None], keys[b, layer, :, seen][None], values[b, layer, :, seen][None], bias[None], scale=scale
-        ).reshape(heads, 1, dim)
+        bias = q.new_zeros(kv_heads, 1, taken.stop, dtype=accumulator_dtype(q.dtype))
+        if degree is not None:
+            degree[b, layer, :, slot] = 1.0
+            bias[:, 0] = degree[b, layer, :, taken].to(bias.dtype).log()
+        old_keys, old_values = keys[b, layer, :, taken], values[b, layer, :, taken]
+        if sinks is None and not softcap:
+            attended = F.scaled_dot_product_attention(
+                grouped[None], old_keys[None], old_values[None], bias[None], scale=scale
+            )
+        else:
+            bias = bias.repeat_interleave(heads // kv_heads, dim=0)  # [H, 1, n]
+            attended = _attend(q[b], old_keys, old_values, bias, scale, softcap, sinks)
+        out[b] = attended.reshape(heads, 1, dim)
     return out
 
 
 def _extend(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor | None,
+    used: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    window: int = 0,
 ) -> Tensor:
-    """Attention of S new tokens [H, S, D] of one row over its `used` slots and causally over themselves."""
-    if used == 0:
+    """Attention of S new tokens [H, S, D] of one row over its slots and causally over themselves.
+
+    With a window the slots are a ring, which has seen `used` tokens; without, `used` of them are taken.
+    """
+    if used == 0 and not softcap and sinks is None and (not window or q.shape[1] <= window):
         if not q.is_cuda:
             # The CPU's flash kernel is faster on contiguous, repeated heads; they live for one layer only.
             group = q.shape[0] // k.shape[0]
@@ -173,33 +284,47 @@ def _extend(
     if _has_triton(q.device):
         from ckv_compile.kernels import attention
 
-        return attention.extend_attention(q, k, v, keys, values, degree, used, scale)
-    return _extend_attention(q, k, v, keys, values, degree, used, scale)
+        return attention.extend_attention(q, k, v, keys, values, degree, used, scale, softcap, sinks, window)
+    return _extend_attention(q, k, v, keys, values, degree, used, scale, softcap, sinks, window)
 
 
 def _extend_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor | None,
+    used: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    window: int = 0,
 ) -> Tensor:
-    """`_extend` on a cache that holds slots, in PyTorch."""
+    """`_extend` where a mask must be spelled out, in PyTorch."""
     steps, group = q.shape[1], q.shape[0] // k.shape[0]
-    all_keys = torch.cat([keys[:, :used], k], dim=1)[None]  # [1, Hkv, used + S, D]
-    all_values = torch.cat([values[:, :used], v], dim=1)[None]
-    log_degree = degree[:, :used].to(accumulator_dtype(q.dtype)).log().repeat_interleave(group, dim=0)  # [H, used]
+    wide = accumulator_dtype(q.dtype)
+    if window:
+        used, first = min(used, window), used % window if used > window else 0
+        keys, values = (tensor.roll(-first, dims=1) for tensor in (keys, values))  # oldest first
+    if used:
+        k, v = (torch.cat([old[:, :used], new], dim=1) for old, new in ((keys, k), (values, v)))
+    log_degree = (
+        None if degree is None else degree[:, :used].to(wide).log().repeat_interleave(group, dim=0)
+    )  # [H, used]
     out = torch.empty_like(q)
     for start in range(0, steps, EXTEND_BLOCK):
         stop = min(start + EXTEND_BLOCK, steps)
-        bias = log_degree.new_zeros(q.shape[0], stop - start, used + stop)
-        bias[:, :, :used] = log_degree[:, None]
-        future = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu(start + 1)
-        bias[:, :, used:].masked_fill_(future, float("-inf"))
-        out[:, start:stop] = F.scaled_dot_product_attention(
-            q[None, :, start:stop],
-            all_keys[:, :, : used + stop],
-            all_values[:, :, : used + stop],
-            bias[None],
-            scale=scale,
-            enable_gqa=True,
-        )[0]
+        first = max(0, used + start + 1 - window) if window else 0  # no query of the block sees slots before it
+        seen = torch.ones(stop - start, used + stop - first, dtype=torch.bool, device=q.device)
+        seen = seen.tril(used + start - first)
+        seen = seen.triu(used + start - first + 1 - window) if window else seen
+        bias = torch.zeros_like(seen, dtype=wide).masked_fill(~seen, float("-inf"))[None]
+        if log_degree is not None:
+            bias = bias.repeat(q.shape[0], 1, 1)
+            bias[:, :, :used] = log_degree[:, None]
+        block = slice(first, used + stop)
+        out[:, start:stop] = _attend(q[:, start:stop], k[:, block], v[:, block], bias, scale, softcap, sinks)
     return out
 
 
@@ -256,16 +381,17 @@ def _compact(
 ) -> None:
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
     capacity = keys.shape[3]
-    if tokens == 1 and _has_triton(keys.device):
+    layers = keys.shape[1]
+    if tokens == 1 and layers and _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 
         compaction.compact(keys, values, degree, fill, position, active, schedule)
         return
     taken = tokens * active
     total = fill + taken
-    if tokens == 1:  # after several tokens the layers have compressed themselves
+    if tokens == 1 and layers:  # after several tokens the layers have compressed themselves
         for b in (total == capacity).nonzero().flatten().tolist():
-            for layer in range(keys.shape[1]):
+            for layer in range(layers):
                 slots = (keys[b, layer], values[b, layer], degree[b, layer])
                 _store(clustering.compress(*slots, (capacity - budget,), schedule), *slots)
     fill.copy_(torch.where(total < capacity, total, budget))
@@ -277,10 +403,16 @@ def _compact_fake(*_: object) -> None:
 
 
 for _device in ("CPU", "CUDA"):
+    _library.impl("attention", _attention, _device)
     _library.impl("cached_attention", _cached_attention, _device)
+    _library.impl("window_attention", _window_attention, _device)
     _library.impl("compact_", _compact, _device)
-torch.library.register_fake("ckv::cached_attention", _cached_attention_fake, lib=_library)
+torch.library.register_fake("ckv::attention", _attention_fake, lib=_library)
+torch.library.register_fake("ckv::cached_attention", _new_attention_fake, lib=_library)
+torch.library.register_fake("ckv::window_attention", _new_attention_fake, lib=_library)
 torch.library.register_fake("ckv::compact_", _compact_fake, lib=_library)
 
+attention = torch.ops.ckv.attention.default
 cached_attention = torch.ops.ckv.cached_attention.default
+window_attention = torch.ops.ckv.window_attention.default
 compact_ = torch.ops.ckv.compact_.default

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
@@ -25,6 +25,7 @@ from ckv_compile.cache import CacheShape, CacheState
 from ckv_compile.capture import capture, reexport
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, PassError, UnsupportedModelError
+from ckv_compile.graph import table_limits
 from ckv_compile.ops import check_kernels
 from ckv_compile.passes.canonicalize_attention import canonicalize_attention
 from ckv_compile.passes.insert_cached_attention import cache_shape, insert_cached_attention
@@ -63,10 +64,12 @@ class Rewritten(NamedTuple):
 
     graph: GraphModule
     shape: CacheShape
+    vocabulary: int  # token ids that it takes
+    positions: int | None  # positions that it has learned, if they end
     passes: tuple[PassResult, ...]
 
 
-def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
+def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
     """Capture a causal LM and run the passes that put a clustered cache under its attention.
 
     Args:
@@ -78,19 +81,26 @@ def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
             graph does not compute what the model does.
     """
     graph = capture(model)
-    text_config = model.config.get_text_config(decoder=True)
+    vocabulary, positions = table_limits(graph)
+    layers, context = None, config.max_context
+    if isinstance(model, PreTrainedModel):
+        text_config = model.config.get_text_config(decoder=True)
+        layers = text_config.num_hidden_layers
+        context = max(filter(None, (context, getattr(text_config, "max_position_embeddings", None))), default=None)
     tokens = min(_CHECK_PROMPT + _CHECK_STEPS, config.capacity - 1)  # no compaction
-    ids = torch.arange(tokens, device=model.device)[None] * 7 % text_config.vocab_size
+    device = next(model.parameters()).device
+    ids = torch.arange(tokens, device=device)[None] * 7 % vocabulary
     with torch.no_grad():
-        expected = graph(ids, torch.arange(ids.shape[1], device=model.device)[None])[0]
-    results = run_passes(graph, [functools.partial(canonicalize_attention, layers=text_config.num_hidden_layers)])
+        expected = graph(ids, torch.arange(ids.shape[1], device=device)[None])[0]
+    results = run_passes(graph, [functools.partial(canonicalize_attention, layers=layers, context=context)])
     with _as_pass("insert_cached_attention", results):
         shape = cache_shape(graph)
-    kv_heads = getattr(text_config, "num_key_value_heads", None)
-    if kv_heads not in (None, shape.kv_heads):
-        raise UnsupportedModelError(
-            f"the graph of {type(model).__name__} holds {shape.kv_heads} KV heads a layer where its config says "
-            f"{kv_heads}: it repeats them in a form that canonicalize_attention does not know"
+    if shape.window > config.schedule.budget:
+        log.warning(
+            "%d sliding-window layers keep all %d tokens of their window, more than budget=%d: windows stay exact",
+            shape.window_layers,
+            shape.window,
+            config.budget,
         )
     check_kernels(shape, config.schedule)
     results += run_passes(
@@ -103,7 +113,7 @@ def rewrite(model: PreTrainedModel, config: CKVConfig) -> Rewritten:
         before=results,
     )
     _check_equivalence(graph, shape, config.capacity, ids, expected)
-    return Rewritten(graph, shape, results)
+    return Rewritten(graph, shape, vocabulary, positions, results)
 
 
 def _check_equivalence(graph: GraphModule, shape: CacheShape, capacity: int, ids: Tensor, expected: Tensor) -> None:
@@ -120,7 +130,7 @@ def _check_equivalence(graph: GraphModule, shape: CacheShape, capacity: int, ids
             logits.append(graph(token, *state)[0])
     error = float((torch.cat(logits, dim=1) - expected[:, prompt - 1 :]).abs().max() / expected.abs().max())
     # A few units of the last place for every layer; what this looks for is of the size of the logits.
-    if not error < 4 * shape.layers * torch.finfo(shape.dtype).eps + 1e-3:
+    if not error < 4 * (shape.layers + shape.window_layers) * torch.finfo(shape.dtype).eps + 1e-3:
         raise UnsupportedModelError(
             f"the rewritten graph does not decode what the model computes (logits differ by {error:.1%}): tokens of "
             "this model see each other by another way than attention over position_ids, such as a convolution"

@@ -44,6 +44,9 @@ _recording = threading.Lock()
 LAG = 2
 """Steps that the host runs ahead of the tokens it has seen, on CUDA: one that runs, and one that waits for it."""
 
+_BLOCK = 1024
+"""Columns that the loop has room for at first; the room is doubled when it is full."""
+
 _POINTWISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
@@ -262,13 +265,17 @@ def decode_loop(
         [B, columns] int64: the prompt and what follows, a row that has ended continued with padding.
     """
     prompt = prompt.to(torch.int64)
-    tokens: list[Tensor] = []
+    width, count = prompt.shape[1], 0
+    tokens = prompt.new_empty(prompt.shape[0], _BLOCK)
     watch = _Watch(step, streamer, LAG * prompt.is_cuda if lag is None else lag)
     step.start(sampler.history(prompt, step.seen.shape[1] - 1) if step.seen is not None else prompt, logits)
     while True:
-        tokens.append(step.tokens.clone())
-        end = watch.look(len(tokens))
-        if end is not None or prompt.shape[1] + len(tokens) >= length:
+        if count == tokens.shape[1]:
+            tokens = torch.cat([tokens, torch.empty_like(tokens)], dim=1)
+        tokens[:, count] = step.tokens
+        count += 1
+        end = watch.look(count)
+        if end is not None or width + count >= length:
             break
         cache.broken = True
         step.run()
@@ -276,9 +283,9 @@ def decode_loop(
         cache.columns += 1
     end = watch.finish() if end is None else end
     if end is not None:  # what comes after it was chosen by steps that changed nothing
-        cache.columns -= len(tokens) - end
-        del tokens[end:]
-    return torch.cat([prompt, torch.stack(tokens, dim=1)], dim=1)
+        cache.columns -= count - end
+        count = end
+    return torch.cat([prompt, tokens[:, :count]], dim=1)
 
 
 class _Watch:

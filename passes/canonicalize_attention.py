@@ -1,25 +1,37 @@
-"""Bring every attention of a graph into one form: causal, grouped heads, explicit scale, no mask.
+"""Bring every attention of a graph into one form: causal or windowed, grouped heads, explicit scale, no mask.
 
-    sdpa(q, repeat_kv(k), repeat_kv(v), mask)  ->  sdpa(q, k, v, is_causal=True, scale=s, enable_gqa=True)
+    sdpa(q, repeat_kv(k), repeat_kv(v), mask)      ->  ckv::attention(q, k, v, None, None, scale)
+    ckv::attention(q, k, v, mask, sinks, scale, c)  ->  ckv::attention(q, k, v, None, sinks, scale, c, window)
 
-The mask is not trusted: it is computed for concrete lengths and compared with the causal mask. A graph whose attention
-is anything else is refused.
+The mask is not trusted: it is computed for concrete lengths and compared with the causal mask and with sliding windows.
+A graph whose attention is anything else is refused.
 """
 
 import math
-from typing import Any
+import re
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.graph_module import _get_attr
-from torch.fx.node import map_arg
 
-from ckv_compile.graph import SDPA, SDPA_TARGETS, Attention, attention_arguments, fault, tensor_meta
+from ckv_compile.errors import PassError
+from ckv_compile.graph import (
+    ATTENTION_TARGETS,
+    Attention,
+    ancestors,
+    attention_arguments,
+    evaluate,
+    fault,
+    tensor_meta,
+)
+from ckv_compile.ops import attention
 
 MASK_LENGTHS = (2, 3, 33)
-LARGEST_MASK = 4096
-"""Longest mask that is computed to prove it causal: a few tensors of 128 MiB."""
+LARGEST_MASK = 1024
+"""Longest mask that is computed as it is; larger numbers are proven to be windows by smaller ones in their place."""
+STAND_INS = (19, 37)
+"""What stands in for such a number."""
 NO_BOUND = 2**31
 """Numbers from here on mean "to the end", or minus infinity in an additive mask."""
 
@@ -36,46 +48,79 @@ _SOFTMAXES = (_aten.softmax.int, _aten._softmax.default)
 _DROPOUTS = (_aten.dropout.default, _aten.native_dropout.default, _aten.dropout_.default)
 
 
-def canonicalize_attention(graph: GraphModule, layers: int) -> int:
-    """Rewrite all SDPA nodes of a graph with placeholders (input_ids, position_ids).
+def canonicalize_attention(graph: GraphModule, layers: int | None = None, context: int | None = None) -> int:
+    """Rewrite all attention nodes of a graph with placeholders (input_ids, position_ids).
 
     Args:
         graph: the graph to change.
-        layers: attention layers of the model; as many SDPA nodes must be there.
+        layers: attention layers of the model, if known; as many attention nodes must be there.
+        context: longest context of the model, if known; a window of at least as many tokens counts as none.
 
     Raises:
-        PassError: for dropout, an attention that is not SDPA, a mask that is not causal, or heads that cannot be
-            grouped.
+        PassError: for dropout, an attention that is not SDPA, a mask that is neither causal nor a sliding window, or
+            heads that cannot be grouped.
     """
     for node in graph.graph.nodes:
         if node.target in _DROPOUTS and (node.args[2:] or (node.kwargs.get("train", True),))[0] and node.args[1] > 0.0:
             raise fault(node, "no dropout", f"dropout with p={node.args[1]}: call model.eval() first")
-    sites = [node for node in graph.graph.nodes if node.target in SDPA_TARGETS]
-    if len(sites) != layers:
-        other = [node for node in graph.graph.nodes if node.target in _SOFTMAXES]
-        culprit = (other or sites or [graph.graph.output_node()])[0]
-        hint = f", and {len(other)} softmax nodes: an attention that does not call SDPA?" if other else ""
-        raise fault(culprit, f"{layers} scaled_dot_product_attention nodes, one a layer", f"{len(sites)}{hint}")
-    proven: set[Node] = set()
+    sites = [node for node in graph.graph.nodes if node.target in ATTENTION_TARGETS]
+    if not sites or layers not in (None, len(sites)):
+        raise _miscounted(graph, sites, layers)
+    proven: dict[Node, int] = {}
     for node in sites:
-        attention = attention_arguments(node)
-        if attention.dropout > 0.0:
-            raise fault(node, "no dropout", f"attention dropout with p={attention.dropout}: call model.eval() first")
-        _require_causal(graph, node, attention, proven)
-        q, k, v = attention.q, _grouped(attention.k), _grouped(attention.v)
+        given = attention_arguments(node)
+        if given.dropout > 0.0:
+            raise fault(node, "no dropout", f"attention dropout with p={given.dropout}: call model.eval() first")
+        window = _prove_window(graph, node, given, proven)
+        if context is not None and window >= context:
+            window = 0
+        q, k, v = given.q, _grouped(given.k), _grouped(given.v)
         heads, kv_heads, dim = tensor_meta(q).shape[1], tensor_meta(k).shape[1], tensor_meta(q).shape[3]
         if kv_heads != tensor_meta(v).shape[1] or heads % kv_heads:
             raise fault(node, "KV heads that divide the query heads", f"{heads} query and {kv_heads} key heads")
-        scale = dim**-0.5 if attention.scale is None else attention.scale
+        scale = dim**-0.5 if given.scale is None else given.scale
         with graph.graph.inserting_before(node):
-            canonical = graph.graph.call_function(
-                SDPA, (q, k, v, None, 0.0, True), {"scale": scale, "enable_gqa": True}
-            )
+            canonical = graph.graph.call_function(attention, (q, k, v, None, given.sinks, scale, given.softcap, window))
         canonical.meta = dict(node.meta)
         node.replace_all_uses_with(canonical)
         graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     return len(sites)
+
+
+def _miscounted(graph: GraphModule, sites: list[Node], layers: int | None) -> PassError:
+    """The error of a graph with too few or too many attention nodes: names the first layer that is different."""
+    expected = "attention nodes" if layers is None else f"{layers} scaled_dot_product_attention nodes, one a layer"
+    # A softmax over as many scores as there are tokens, not over experts.
+    softmaxes = [
+        node
+        for node in graph.graph.nodes
+        if node.target in _SOFTMAXES and not isinstance(tensor_meta(node).shape[-1], int)
+    ]
+    if softmaxes:
+        hint = f"{len(sites)}, and {len(softmaxes)} softmax nodes: an attention that does not call SDPA?"
+        return fault(softmaxes[0], expected, hint)
+    layer_of = {node: path for node in graph.graph.nodes if (path := _layer(node))}
+    without = [node for node, path in layer_of.items() if path not in {layer_of.get(site) for site in sites}]
+    if not without:
+        return fault((sites or [graph.graph.output_node()])[-1], expected, f"{len(sites)}")
+    layer = layer_of[without[0]]
+    classes = {
+        str(getattr(kind, "__name__", kind)).rpartition(".")[2]: None
+        for node in without
+        for path, kind in node.meta["nn_module_stack"].values()
+        if re.fullmatch(rf"(.*\.)?{re.escape(layer)}\.\w+", path)
+    }
+    found = f"{len(sites)}, none of them in this layer of {', '.join(classes)}: its state is not a KV cache"
+    return PassError(without[0].name, layer, expected, found)
+
+
+def _layer(node: Node) -> str | None:
+    """Path of the decoder layer that a node was traced from, as in `model.layers.3`."""
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        if found := re.match(r"(.*?\.\d+)(\.|$)", str(path)):
+            return found[1].removeprefix("model.")
+    return None
 
 
 def _grouped(node: Node) -> Node:
@@ -111,27 +156,28 @@ def _first(node: Node) -> Node:
     return argument
 
 
-def _require_causal(graph: GraphModule, node: Node, attention: Attention, proven: set[Node]) -> None:
-    """Prove that query i sees exactly the keys 0..i, or refuse.
+def _prove_window(graph: GraphModule, node: Node, given: Attention, proven: dict[Node, int]) -> int:
+    """Return how many tokens a query sees, itself included and the last ones; 0 if it sees all of 0..i. Or refuse.
 
     A mask is computed from (input_ids, position_ids) for several lengths: a few short ones, and two more than every
-    number that occurs in its computation, so that a window or a chunk of that size must show.
+    number that occurs in its computation, so that a window or a chunk of that size must show. A number too large for
+    that is replaced by two smaller ones, one after the other: what it does to the mask, it does at any size.
     """
-    queries, keys = tensor_meta(attention.q).shape[2], tensor_meta(attention.k).shape[2]
+    queries, keys = tensor_meta(given.q).shape[2], tensor_meta(given.k).shape[2]
     if queries != keys:
         raise fault(node, "as many keys as queries", f"{keys} keys for {queries} queries: a learned prefix?")
-    if attention.mask is None:
-        if not attention.is_causal:
+    if given.mask is None:
+        if not given.is_causal:
             raise fault(node, "causal attention", "attention without a mask: every token sees the later ones")
-        return
-    if attention.is_causal:
+        return given.window
+    if given.is_causal:
         raise fault(node, "a mask or is_causal", "both")
-    if attention.mask in proven:
-        return
-    cone = _ancestors(attention.mask)
+    mask = given.mask
+    if mask in proven:
+        return proven[mask]
     input_ids, position_ids = (n for n in graph.graph.nodes if n.op == "placeholder")
-    lengths = {*MASK_LENGTHS}
-    for ancestor in cone:
+    lengths, large = {*MASK_LENGTHS}, set()
+    for ancestor in ancestors(mask):
         if ancestor.op == "placeholder" and ancestor not in (position_ids, input_ids):
             raise fault(node, "a mask made of positions", f"a mask that depends on the input {ancestor.name}")
         if input_ids in ancestor.all_input_nodes and ancestor.target is not _aten.sym_size.int:
@@ -142,30 +188,50 @@ def _require_causal(graph: GraphModule, node: Node, attention: Attention, proven
                 if 1 < bound < LARGEST_MASK:
                     lengths.add(math.ceil(bound) + 2)
                 elif LARGEST_MASK <= bound < NO_BOUND:
-                    raise fault(node, "a plain causal mask", f"a mask that holds the number {bound:g}: a window?")
-    for length in sorted(lengths):
-        for offset in (0, 5):
-            positions = torch.arange(offset, offset + length)[None]
-            feed = {input_ids: torch.zeros(1, length, dtype=torch.int64), position_ids: positions}
-            if not _is_causal(_evaluate(graph, attention.mask, cone, feed), length):
+                    if ancestor.op == "get_attr":
+                        raise fault(node, "a causal mask or a window", f"a mask made of a constant of size {bound:g}")
+                    large.add(number)
+
+    def window_at(length: int, offset: int, replaced: float = 0.0, stand_in: float = 0.0) -> int:
+        feed = {
+            input_ids: torch.zeros(1, length, dtype=torch.int64),
+            position_ids: torch.arange(offset, offset + length)[None],
+        }
+        window = _window(
+            evaluate(
+                graph, mask, feed, lambda n: type(n)(math.copysign(stand_in, n)) if abs(n) == replaced != 0.0 else n
+            ),
+            length,
+        )
+        if window is None:
+            raise fault(
+                node,
+                "a causal mask or a sliding window",
+                f"a mask that is neither at a length of {length} tokens"
+                + (f" with {stand_in:g} in place of its number {replaced:g}" if replaced else "")
+                + ": a prefix, a block mask or a bias that depends on distance (ALiBi) cannot be served by a "
+                "clustered cache",
+            )
+        return window
+
+    found = {(length, offset): window_at(length, offset) for length in sorted(lengths) for offset in (0, 5)}
+    windows = {window for window in found.values() if window}
+    for number in sorted(large):
+        inverse = number < 1.0
+        seen = [window_at(n + 8, 0, number, 1 / n if inverse else n) for n in STAND_INS]
+        if any(seen):
+            excess = {window - n for window, n in zip(seen, STAND_INS, strict=True)}
+            if len(excess) > 1 or 0 in seen:
                 raise fault(
-                    node,
-                    "a plain causal mask",
-                    f"a mask that is not causal at a length of {length} tokens: a sliding window, a prefix or a block "
-                    "mask cannot be served by one clustered cache",
+                    node, "a causal mask or a sliding window", f"a mask that changes with its number {number:g}"
                 )
-    proven.add(attention.mask)
-
-
-def _ancestors(node: Node) -> set[Node]:
-    seen: set[Node] = set()
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        if current not in seen:
-            seen.add(current)
-            todo += current.all_input_nodes
-    return seen
+            windows.add(round(1 / number if inverse else number) + excess.pop())
+    window = min(windows, default=0)
+    for (length, _), seen_window in found.items():
+        if seen_window != (window if window < length else 0):
+            raise fault(node, "one sliding window", f"one of {seen_window} at a length of {length}")
+    proven[mask] = window
+    return window
 
 
 def _numbers(graph: GraphModule, node: Node) -> list[float]:
@@ -189,33 +255,17 @@ def _numbers(graph: GraphModule, node: Node) -> list[float]:
     return found
 
 
-def _evaluate(graph: GraphModule, target: Node, cone: set[Node], feed: dict[Node, Tensor]) -> Tensor:
-    """Compute one node of the graph on the CPU from concrete placeholders."""
-    values: dict[Node, Any] = {}
-    for node in graph.graph.nodes:
-        if node not in cone:
-            continue
-        if node.op == "placeholder":
-            values[node] = feed[node]
-        elif node.op == "get_attr":
-            values[node] = _get_attr(graph, str(node.target)).detach().cpu().clone()  # the graph may write to it
-        else:
-            args = map_arg(node.args, lambda n: values[n])
-            kwargs = map_arg(node.kwargs, lambda n: values[n])
-            if "device" in kwargs:
-                kwargs = {**kwargs, "device": torch.device("cpu")}
-            values[node] = node.target(*args, **kwargs)
-    result = values[target]
-    assert isinstance(result, Tensor)
-    return result
-
-
-def _is_causal(mask: Tensor, length: int) -> bool:
-    """Whether a boolean mask, or an additive one of zeros and very negative numbers, is the causal mask."""
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    if mask.shape[-2:] != causal.shape:
-        return False
-    if mask.dtype == torch.bool:
-        return bool((mask == causal).all())
-    hidden = torch.finfo(mask.dtype).min / 2
-    return bool(torch.where(causal, mask == 0, mask <= hidden).all())
+def _window(mask: Tensor, length: int) -> int | None:
+    """The window of a boolean mask, or an additive one of zeros and very negative numbers; 0 if it is the causal one."""
+    if mask.shape[-2:] != (length, length):
+        return None
+    if mask.dtype != torch.bool:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((hidden | (mask == 0)).all()):
+            return None
+        mask = ~hidden
+    window = int(mask[..., -1, :].sum(dim=-1).max())
+    band = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+    if not bool((mask == band).all()):
+        return None
+    return window if window < length else 0

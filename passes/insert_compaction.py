@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 
 from ckv_compile.cache import CacheState
 from ckv_compile.graph import fault
-from ckv_compile.ops import cached_attention, compact_
+from ckv_compile.ops import cached_attention, compact_, window_attention
 from ckv_compile.schedule import Schedule
 
 
@@ -18,10 +18,10 @@ def insert_compaction(graph: GraphModule, schedule: Schedule) -> int:
         PassError: if no attention of the graph uses the cache.
     """
     output = graph.graph.output_node()
-    if not any(node.target is cached_attention for node in graph.graph.nodes):
-        raise fault(output, "ckv::cached_attention nodes before it", "none")
+    if not any(node.target in (cached_attention, window_attention) for node in graph.graph.nodes):
+        raise fault(output, "attention nodes with a cache before it", "none")
     input_ids, *state = (node for node in graph.graph.nodes if node.op == "placeholder")
     with graph.graph.inserting_before(output):
         steps = graph.graph.call_function(torch.ops.aten.sym_size.int, (input_ids, 1))
-        graph.graph.call_function(compact_, (*CacheState(*state), steps), dataclasses.asdict(schedule))
+        graph.graph.call_function(compact_, (*CacheState(*state)[:6], steps), dataclasses.asdict(schedule))
     return 1

@@ -8,6 +8,7 @@ import torch
 from ckv_compile.passes.canonicalize_attention import canonicalize_attention
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -17,7 +18,7 @@ from transformers import (
 )
 
 from ckv_compile.capture import capture
-from ckv_compile.graph import SDPA
+from ckv_compile.ops import attention
 from ckv_compile.reference import CacheRows
 
 VOCABULARY = 128
@@ -30,6 +31,14 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 24}),
     "qwen2": (Qwen2Config, {"num_key_value_heads": 1}),
     "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "head_dim": 16,
+            "sliding_window": 20,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding")],
+        },
+    ),
 }
 
 
@@ -76,13 +85,17 @@ def reference_logits(model, config, ids, steps):
     rows = CacheRows(config.schedule, config.capacity)
 
     class Reference(torch.fx.Interpreter):
-        layer = 0
+        def __init__(self, graph):
+            super().__init__(graph)
+            self.layers = {False: 0, True: 0}
 
         def call_function(self, target, args, kwargs):
-            if target is not SDPA:
+            if target is not attention:
                 return super().call_function(target, args, kwargs)
-            self.layer += 1
-            return rows.attend(self.layer - 1, *args[:3], kwargs["scale"])
+            q, k, v, _, sinks, scale, softcap, window = args
+            layer = self.layers[window > 0]
+            self.layers[window > 0] += 1
+            return rows.attend(layer, q, k, v, scale, softcap, sinks, window)
 
     logits, position, chunk = [], 0, ids
     for _ in range(steps):

@@ -30,6 +30,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MIXED = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 FAMILIES = {
     "llama": GQA | {"rope_parameters": LLAMA3_ROPE},
@@ -41,9 +42,13 @@ FAMILIES = {
     "phimoe": GQA | {"sliding_window": None, "num_local_experts": 4},
     "granitemoe": GQA | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma": GQA | {"head_dim": 16},
-    "gemma3_text": GQA | {"head_dim": 16, "layer_types": ["full_attention"] * 2},
+    "gemma2": GQA | {"head_dim": 16, "sliding_window": 16},  # score caps
+    "gemma3_text": GQA | {"head_dim": 16, "sliding_window": 16, "layer_types": MIXED},
     "phi": {},  # partial rotary, a KV head for every query head
     "phi3": GQA | {"sliding_window": None, "partial_rotary_factor": 0.5},  # fused projections
+    "mistral": GQA | {"sliding_window": 16},
+    "ministral": GQA | {"sliding_window": 16, "head_dim": 8, "layer_types": MIXED},
+    "gpt_oss": GQA | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 16, "layer_types": MIXED},  # sinks
     "gpt_neox": {},
     "gpt2": GPT2,  # learned positions
     "gptj": GPT2 | {"rotary_dim": 4},
@@ -58,10 +63,11 @@ FAMILIES = {
     "olmo2": GQA,
     "granite": GQA,
     "cohere": GQA,
+    "cohere2": GQA | {"sliding_window": 16, "layer_types": MIXED},
     "starcoder2": GQA | {"sliding_window": None},
     "glm4": GQA | {"head_dim": 8},
     "nemotron": GQA,
-    "exaone4": GQA | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "exaone4": GQA | {"sliding_window": 16, "layer_types": MIXED},
 }
 
 
@@ -97,27 +103,37 @@ def test_with_compaction_it_is_a_run_of_the_reference(family, prompt):
     assert int(state.position) == 60 + steps - 1
     for (_, layer, head), row in rows.rows.items():
         assert torch.equal(state.degree[0, layer, head, : int(state.fill)], row.degree)
+    for (_, layer, head), row in rows.windows.items():  # the tokens before the next, in the slots that they belong to
+        slots = torch.arange(60 + steps - 1 - row.keys.shape[0], 60 + steps - 1) % row.keys.shape[0]
+        torch.testing.assert_close(state.window_keys[0, layer, head, slots], row.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state.window_values[0, layer, head, slots], row.values, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gemma2", GQA | {"head_dim": 16}, "has no scaled_dot_product_attention path"),
-        ("gpt_oss", GQA | {"num_local_experts": 4, "head_dim": 8}, "has no scaled_dot_product_attention path"),
-        ("gemma3_text", GQA | {"head_dim": 16, "sliding_window": 16}, r"layers\.0\.self_attn.*a sliding window"),
-        ("cohere2", GQA | {"sliding_window": 16}, r"layers\.0\.self_attn.*a sliding window"),
-        ("bloom", {"n_layer": 2, "n_head": 6}, "has no scaled_dot_product_attention path"),  # ALiBi
-        ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2}, "has no scaled_dot_product_attention path"),  # ALiBi
-        ("mamba", {}, "has no scaled_dot_product_attention path"),  # a state space
+        ("bloom", {"n_layer": 2, "n_head": 6}, r"module transformer\.h\.0\.self_attention: .* does not call SDPA"),
+        ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2}, r"module transformer\.blocks\.0\.attn: .* call SDPA"),
+        (
+            "falcon",
+            {"alibi": True, "new_decoder_architecture": False},
+            r"module transformer\.h\.0\.self_attention: .*a bias that depends on distance",
+        ),
+        ("mamba", {}, r"where backbone\.layers\.0\.mixer \(MambaMixer\) mixes tokens by a convolution"),
         (
             "deepseek_v3",
             {},
-            "pass insert_cached_attention stopped .*keys and values of one head size, found 192",
+            r"module model\.layers\.0\.self_attn: expected keys and values of one head size, found 192",
         ),  # MLA
+        (
+            "llama4_text",
+            GQA | {"attention_chunk_size": 16, "interleave_moe_layer_step": 9, "head_dim": 8},
+            "expected a causal mask or a sliding window, found a mask that is neither at a length of 18 tokens",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )
-def test_what_cannot_be_served_yet_is_refused_with_the_reason(family, changes, message):
+def test_what_cannot_be_served_is_refused_with_module_and_reason(family, changes, message):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SHAPE | changes))).eval()
     with pytest.raises(ckv_compile.UnsupportedModelError, match=f"(?s){message}"):
         ckv_compile.transform(model, budget=100, compile="eager")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckv_compile import ops
 from ckv_compile.cache import CacheShape, CacheState
-from ckv_compile.ops import cached_attention, compact_
+from ckv_compile.ops import attention, cached_attention, compact_, window_attention
 from ckv_compile.reference import CacheRows, Row, compress_row
 from ckv_compile.schedule import Schedule
 
@@ -52,10 +52,10 @@ def run_ops(state: CacheState, turn: Turn, plan: tuple[int | float, ...] = PLAN)
     """One step of a model: attention in every layer, then the compaction. Returns [L, B, H, S, D]."""
     cache = state[:5]
     out = [
-        cached_attention(q, k, v, *cache, layer, SCALE, *plan)
+        cached_attention(q, k, v, *cache, layer, SCALE, None, 0.0, *plan)
         for layer, (q, k, v) in enumerate(zip(*turn, strict=True))
     ]
-    compact_(*state, turn.q.shape[3], *plan)
+    compact_(*state[:6], turn.q.shape[3], *plan)
     return torch.stack(out)
 
 
@@ -151,10 +151,55 @@ def test_opcheck(dtype: torch.dtype, dim: int, steps: int) -> None:
     state = empty_state(2, dim, dtype)
     run_ops(state, random_turn(2, 31, dim, dtype, seed=0))  # one slot is free
     q, k, v = (part[0] for part in random_turn(2, steps, dim, dtype, seed=1))
-    torch.library.opcheck(
-        cached_attention, (q, k, v, state.keys, state.values, state.degree, state.fill, state.active, 1, SCALE, *PLAN)
+    sinks = torch.randn(HEADS, dtype=dtype)
+    for extra in ((None, 0.0), (sinks, 5.0)):
+        torch.library.opcheck(attention, (q, k, v, None, extra[0], SCALE, extra[1], 2))
+        torch.library.opcheck(cached_attention, (q, k, v, *state[:5], 1, SCALE, *extra, *PLAN))
+        ring = torch.zeros(2, LAYERS, KV_HEADS, 7, dim, dtype=dtype)
+        arguments = (q, k, v, ring, ring.clone(), state.position, state.active, 1, SCALE, *extra)
+        torch.library.opcheck(window_attention, arguments)
+    torch.library.opcheck(compact_, (*state[:6], steps, *PLAN))
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("1", marks=needs_kernel), "0"], ids=["kernel", "pytorch"])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -1.0, 0.0, 9.0, 0.5, -20.0])], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["", "softcap"])
+@pytest.mark.parametrize("window", [0, 1, 7, 40], ids="window-{}".format)
+def test_windows_score_caps_and_sinks_equal_the_oracle_at_every_step(
+    window: int, softcap: float, sinks: Tensor | None, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts shorter and longer than the window, steps that go around the ring, later turns; one row is ahead."""
+    monkeypatch.setenv("CKV_CPU_KERNEL", kernel)
+    monkeypatch.setattr(ops, "EXTEND_BLOCK", 9)
+    shape = CacheShape(
+        0 if window else LAYERS, KV_HEADS, 8, torch.float32, torch.device("cpu"), window, LAYERS, KV_HEADS, 8
     )
-    torch.library.opcheck(compact_, (*state, steps, *PLAN))
+    state, oracles = CacheState.allocate(shape, CAPACITY, 2), [CacheRows(SCHEDULE, CAPACITY) for _ in range(2)]
+
+    def step(rows: CacheState, turn: Turn, oracles: list[CacheRows]) -> None:
+        for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
+            if window:
+                ring = (rows.window_keys, rows.window_values, rows.position, rows.active)
+                out = window_attention(q, k, v, *ring, layer, SCALE, sinks, softcap)
+            else:
+                out = cached_attention(q, k, v, *rows[:5], layer, SCALE, sinks, softcap, *PLAN)
+            for b, oracle in enumerate(oracles):
+                row = (part[b : b + 1].double() for part in (q, k, v))
+                expected = oracle.attend(layer, *row, SCALE, softcap, sinks, window)
+                torch.testing.assert_close(out[b : b + 1], expected.float(), rtol=0, atol=5e-5)
+        compact_(*rows[:6], turn.q.shape[3], *PLAN)
+        for oracle in oracles:
+            oracle.finish_step(turn.q.shape[3])
+
+    step(state.row(1), random_turn(1, 3, 8, torch.float32, seed=99), oracles[1:])
+    for seed, steps in enumerate([5, *[1] * 12, 3, 60, 1, 1, 6, *[1] * 12]):
+        step(state, random_turn(2, steps, 8, torch.float32, seed=seed), oracles)
+    state.active[0] = False
+    before = CacheState(*(part.clone() for part in state))
+    step(state, random_turn(2, 1, 8, torch.float32, seed=77), [])
+    for old, now in zip(before, state, strict=True):
+        assert torch.equal(old[0], now[0])
+    assert state.position[1] == before.position[1] + 1
 
 
 @needs_kernel
@@ -229,7 +274,7 @@ def test_large_degrees_cost_no_precision(
         slots = (state.keys[0, 1, h, :used], state.values[0, 1, h, :used], state.degree[0, 1, h, :used])
         oracle.rows[0, 1, h] = Row(*(part.double() for part in slots))
     expected = oracle.attend(1, q.double(), k.double(), v.double(), 0.125)
-    out = cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, state.active, 1, 0.125, *PLAN)
+    out = cached_attention(q, k, v, *state[:5], 1, 0.125, None, 0.0, *PLAN)
     assert (out.double() - expected).norm() / expected.norm() < torch.finfo(dtype).eps / 2
 
 
@@ -240,9 +285,9 @@ def test_compaction_leaves_rows_alone_that_have_a_free_slot() -> None:
     turn = random_turn(2, 1, 8, torch.float32, seed=9)
     cache = state[:5]
     for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
-        cached_attention(q, k, v, *cache, layer, SCALE, *PLAN)
+        cached_attention(q, k, v, *cache, layer, SCALE, None, 0.0, *PLAN)
     before = CacheState(*(part.clone() for part in state))
-    compact_(*state, 1, *PLAN)
+    compact_(*state[:6], 1, *PLAN)
     assert state.fill.tolist() == [24, 13]
     assert state.position.tolist() == [32, 13]
     for name in ("keys", "values", "degree"):
@@ -255,7 +300,7 @@ def test_attention_itself_advances_no_counter() -> None:
     state = empty_state(1, 8, torch.float32)
     for steps in (1, 3, 50):
         q, k, v = (part[0] for part in random_turn(1, steps, 8, torch.float32, seed=steps))
-        cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, state.active, 0, SCALE, *PLAN)
+        cached_attention(q, k, v, *state[:5], 0, SCALE, None, 0.0, *PLAN)
         assert state.fill.tolist() == state.position.tolist() == [0]
         assert not state.degree[:, 1].any(), "the other layer is not touched"
 
@@ -269,7 +314,7 @@ def test_a_step_on_a_full_row_is_an_error_and_writes_nothing(kernel: str, monkey
     before = CacheState(*(part.clone() for part in state))
     q, k, v = (part[0] for part in random_turn(2, 1, 8, torch.float32, seed=1))
     with pytest.raises(RuntimeError, match=r"row 1 .*(no free slot|is full).*32"):
-        cached_attention(q, k, v, state.keys, state.values, state.degree, state.fill, state.active, 0, SCALE, *PLAN)
+        cached_attention(q, k, v, *state[:5], 0, SCALE, None, 0.0, *PLAN)
     for old, now in zip(before, state, strict=True):
         assert torch.equal(old, now)
 

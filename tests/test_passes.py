@@ -21,8 +21,8 @@ from ckv_compile.cache import CacheShape, CacheState
 from ckv_compile.capture import capture, reexport
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import PassError
-from ckv_compile.graph import SDPA
-from ckv_compile.ops import cached_attention, compact_
+from ckv_compile.graph import attention_arguments, table_limits
+from ckv_compile.ops import attention, cached_attention, compact_, window_attention
 from ckv_compile.pipeline import run_passes
 
 SCHEDULE = CKVConfig(budget=64, interval=8, n_recent=8).schedule
@@ -82,11 +82,10 @@ def test_canonical_attention_has_no_mask_and_grouped_heads_and_the_same_logits(f
     graph = capture(model)
     assert canonicalize_attention(graph, layers=3) == 3
     graph.recompile()
-    assert count(graph, SDPA) == 3
+    assert count(graph, attention) == 3
     for node in graph.graph.nodes:
-        if node.target is SDPA:
-            assert node.args[3:] == (None, 0.0, True)
-            assert node.kwargs["enable_gqa"] is True
+        if node.target is attention:
+            assert node.args[3:] == (None, None, (48 // 6 if family != "qwen3" else 16) ** -0.5, 0.0, 0)
             assert node.args[1].meta["val"].shape[1] == model.config.num_key_value_heads
     ids = prompt(40, batch=3)
     expected = model(ids).logits
@@ -125,8 +124,9 @@ def test_causal_masks_of_other_makes_are_proven_and_removed(module):
     ids, positions = torch.arange(20)[None] % 32, torch.arange(20)[None]
     expected = graph(ids, positions)[0]
     run_canonical(graph)
-    (site,) = (node for node in graph.graph.nodes if node.target is SDPA)
+    (site,) = (node for node in graph.graph.nodes if node.target is attention)
     assert site.args[1].meta["val"].shape[1] == 2
+    assert attention_arguments(site).window == 0
     torch.testing.assert_close(graph(ids, positions)[0], expected)
 
 
@@ -187,6 +187,69 @@ class LargeWindow(OneLayer):
         return (distance >= 0) & (distance < 32768)
 
 
+class LargeWindowInFloat(OneLayer):
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return (distance >= 0) & (distance * (1 / 8192.0) < 1)
+
+
+class TwoWindows(OneLayer):
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return (distance >= 0) & (distance <= 2000) & (distance < 4096) & (distance < 90)
+
+
+class Blocks(OneLayer):
+    size = 40
+
+    def mask(self, input_ids, position_ids):
+        query, key = position_ids[0][:, None], position_ids[0][None, :]
+        return (query >= key) & (query // self.size == key // self.size)
+
+
+class LargeBlocks(Blocks):
+    size = 4096
+
+
+class Distance(OneLayer):
+    """ALiBi."""
+
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return torch.where(distance >= 0, distance * -0.5, float("-inf"))
+
+
+@pytest.mark.parametrize(
+    ("module", "window"),
+    [
+        (Window(enable_gqa=True), 40),
+        (WindowInBuffer(), 100),
+        (WindowInTensor(), 50),
+        (WindowInFloat(enable_gqa=True), 50),
+        (LargeWindow(enable_gqa=True), 32768),
+        (LargeWindowInFloat(enable_gqa=True), 8192),
+        (TwoWindows(enable_gqa=True), 90),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_a_sliding_window_is_found_in_the_mask_and_proven(module, window):
+    graph = trace(module)
+    ids, positions = torch.arange(120)[None] % 32, torch.arange(120)[None]
+    expected = graph(ids, positions)[0]
+    run_canonical(graph)
+    (site,) = (node for node in graph.graph.nodes if node.target is attention)
+    assert attention_arguments(site).window == window
+    torch.testing.assert_close(graph(ids, positions)[0], expected)
+
+
+def test_a_window_as_long_as_the_context_counts_as_none():
+    for context, window in ((32768, 0), (32769, 32768), (None, 32768)):
+        graph = trace(LargeWindow(enable_gqa=True))
+        canonicalize_attention(graph, context=context)
+        (site,) = (node for node in graph.graph.nodes if node.target is attention)
+        assert attention_arguments(site).window == window
+
+
 class Prefix(OneLayer):
     def __init__(self) -> None:
         super().__init__(is_causal=True, enable_gqa=True)
@@ -200,13 +263,11 @@ class Prefix(OneLayer):
 @pytest.mark.parametrize(
     ("module", "found"),
     [
-        (WindowInBuffer(), "not causal at a length of 600"),
-        (WindowInTensor(), "not causal at a length of 52"),
-        (WindowInFloat(enable_gqa=True), "not causal at a length of 52"),
-        (LargeWindow(enable_gqa=True), "holds the number 32768: a window"),
         (Prefix(), "a learned prefix"),
-        (Window(enable_gqa=True), "not causal at a length of 42"),
-        (Bidirectional(enable_gqa=True), "not causal at a length of 2"),
+        (Bidirectional(enable_gqa=True), "a mask that is neither at a length of 2 tokens"),
+        (Blocks(enable_gqa=True), "a mask that is neither at a length of 42 tokens"),
+        (LargeBlocks(enable_gqa=True), "a length of 27 tokens with 19 in place of its number 4096"),
+        (Distance(enable_gqa=True), "a bias that depends on distance (ALiBi)"),
         (HidesToken(enable_gqa=True), "depends on the token ids"),
         (OneLayer(enable_gqa=True), "attention without a mask"),
         (OneLayer(is_causal=True, enable_gqa=True, dropout_p=0.1), "attention dropout with p=0.1"),
@@ -215,7 +276,7 @@ class Prefix(OneLayer):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
-def test_attention_that_is_not_plain_causal_is_refused(module, found):
+def test_attention_that_is_neither_causal_nor_windowed_is_refused(module, found):
     with pytest.raises(PassError) as caught:
         run_canonical(trace(module.train()))
     message = str(caught.value)
@@ -225,10 +286,27 @@ def test_attention_that_is_not_plain_causal_is_refused(module, found):
     assert "expected" in message
 
 
-def test_sliding_window_model_is_refused_with_its_module_path():
-    graph = capture(tiny_model("mistral", sliding_window=50))
-    with pytest.raises(PassError, match=r"module model\.layers\.0\.self_attn: .*a sliding window"):
-        canonicalize_attention(graph, layers=3)
+def test_a_layer_without_attention_is_named_with_what_it_holds():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = nn.Linear(32, 32)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.state(hidden).cumsum(dim=1)
+
+    class Hybrid(OneLayer):
+        def __init__(self) -> None:
+            super().__init__(is_causal=True, enable_gqa=True)
+            self.layers = nn.ModuleList([Recurrent()])
+
+        def attend(self, q, k, v, mask):
+            return super().attend(q + self.layers[0](q.transpose(1, 2).flatten(2)).sum(), k, v, mask)
+
+    with pytest.raises(
+        PassError, match=r"module layers\.0: expected 2 .*found 1, none of them in this layer of Linear"
+    ):
+        canonicalize_attention(trace(Hybrid()), layers=2)
 
 
 def test_site_count_that_does_not_fit_names_both_counts():
@@ -253,7 +331,7 @@ def test_cached_attention_takes_the_state_and_its_layer_index():
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     assert names == ["input_ids", *CacheState._fields]
     assert [node.args[8] for node in graph.graph.nodes if node.target is cached_attention] == [0, 1, 2]
-    assert count(graph, SDPA) == 0
+    assert count(graph, attention) == 0
 
 
 def test_positions_come_from_the_state(prompt):
@@ -280,8 +358,54 @@ def test_layers_of_different_shapes_are_refused():
 
     graph = trace(Two())
     canonicalize_attention(graph, layers=2)
-    with pytest.raises(PassError, match="module two: expected the cache shape of the first layer"):
+    with pytest.raises(
+        PassError, match=r"module two: expected 2 KV heads of size 8 and a window of 0, .* found 1, 8 and 0"
+    ):
         cache_shape(graph)
+
+
+def test_layers_with_and_without_a_window_are_two_groups_of_the_cache():
+    graph = capture(tiny_model("gemma3", head_dim=16, sliding_window=20))
+    canonicalize_attention(graph, layers=3)
+    shape = cache_shape(graph)
+    assert shape[:3] == (1, 3, 16)
+    assert shape[5:] == (20, 2, 3, 16)
+    insert_cached_attention(graph, SCHEDULE)
+    targets = [node.target for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
+    assert targets == [window_attention, cached_attention, window_attention]
+    assert [node.args[7] for node in graph.graph.nodes if node.target is window_attention] == [0, 1]
+
+
+def test_two_sizes_of_windows_are_refused():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Window(enable_gqa=True), WindowInFloat(enable_gqa=True)
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            return self.one(input_ids, position_ids) + self.two(input_ids, position_ids)
+
+    graph = trace(Two())
+    canonicalize_attention(graph)
+    with pytest.raises(PassError, match=r"module two: expected .* a window of 40, .* found 2, 8 and 50"):
+        cache_shape(graph)
+
+
+def test_the_ends_of_tables_are_found():
+    class Learned(OneLayer):
+        def __init__(self) -> None:
+            super().__init__(is_causal=True, enable_gqa=True)
+            self.positions = nn.Embedding(52, 32)
+
+        def attend(self, q, k, v, mask):
+            return super().attend(q + self.positions(self.where + 2)[:, None, :, :8], k, v, mask)
+
+        def forward(self, input_ids, position_ids):
+            self.where = position_ids
+            return super().forward(input_ids, position_ids)
+
+    assert table_limits(trace(Learned())) == (32, 50)
+    assert table_limits(capture(tiny_model())) == (128, None)
 
 
 # ------------------------------------------------------------------------------------ slice_logits, insert_compaction
@@ -311,12 +435,12 @@ def test_attention_that_is_not_canonical_gets_no_cache():
     graph = capture(tiny_model())
     with pytest.raises(PassError, match="expected the canonical form of canonicalize_attention"):
         insert_cached_attention(graph, SCHEDULE)
-    with pytest.raises(PassError, match="scaled_dot_product_attention nodes, found none"):
+    with pytest.raises(PassError, match="ckv::attention nodes, found none"):
         insert_cached_attention(trace(Handwritten()), SCHEDULE)
 
 
 def test_compaction_without_a_cache_is_refused():
-    with pytest.raises(PassError, match=r"ckv::cached_attention nodes before it, found none"):
+    with pytest.raises(PassError, match=r"attention nodes with a cache before it, found none"):
         insert_compaction(capture(tiny_model()), SCHEDULE)
 
 
@@ -326,7 +450,7 @@ def test_compaction_closes_the_step():
     *_, last, output = graph.graph.nodes
     assert last.target is compact_
     assert output.op == "output"
-    assert [node.name for node in last.args[:6]] == list(CacheState._fields)
+    assert [node.name for node in last.args[:6]] == list(CacheState._fields[:6])
 
 
 # ---------------------------------------------------------------------------------------------------- reduce_linear
