@@ -431,8 +431,9 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)
         )
         if self._rewritten.positions is not None:  # the last token of the longest row is not fed back
-            hidden = (model_kwargs["attention_mask"] == 0).sum(dim=1).min() if "attention_mask" in model_kwargs else 0
-            check_positions(length - 1 - int(hidden), self._rewritten.positions)
+            mask = model_kwargs.get("attention_mask")
+            padding = 0 if mask is None else int((mask == 0).sum(dim=1).min())
+            check_positions(length - 1 - padding, self._rewritten.positions)
         step = self._decode_step(cache, sampler)  # before the prefill: whatever fails should not come after it
         logits = self._prefill(input_ids, generation_config, model_kwargs).logits
         with _programs_run_on(self.device):

@@ -256,7 +256,7 @@ def _numbers(graph: GraphModule, node: Node) -> list[float]:
 
 
 def _window(mask: Tensor, length: int) -> int | None:
-    """The window of a boolean mask, or an additive one of zeros and very negative numbers; 0 if it is the causal one."""
+    """The window of a boolean mask, or an additive one of zeros and very negative numbers; 0 if it is plain causal."""
     if mask.shape[-2:] != (length, length):
         return None
     if mask.dtype != torch.bool:

@@ -77,7 +77,7 @@ def cache_of(output):
     return output.get("cache", output.get("past_key_values"))
 
 
-def reference_logits(model, config, ids, steps):
+def reference_logits(model, config, ids, steps, prefill_chunk=None):
     """Greedy decoding by the reference ops alone: the captured model, its attention interpreted by `CacheRows`."""
     graph = capture(model)
     canonicalize_attention(graph, layers=model.config.num_hidden_layers)
@@ -97,13 +97,16 @@ def reference_logits(model, config, ids, steps):
             self.layers[window > 0] += 1
             return rows.attend(layer, q, k, v, scale, softcap, sinks, window)
 
-    logits, position, chunk = [], 0, ids
-    for _ in range(steps):
+    logits, position, chunks = [], 0, list(ids.split(prefill_chunk or ids.shape[1], dim=1))
+    while chunks:
+        chunk = chunks.pop(0)
         length = chunk.shape[1]
         out = Reference(graph).run(chunk, torch.arange(position, position + length)[None])[0][:, -1]
         rows.finish_step(length)
-        logits.append(out)
-        position, chunk = position + length, out.argmax(dim=-1, keepdim=True)
+        position += length
+        if not chunks:
+            logits.append(out)
+            chunks = [out.argmax(dim=-1, keepdim=True)] * (len(logits) < steps)
     return torch.stack(logits), rows
 
 
