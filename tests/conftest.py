@@ -80,7 +80,7 @@ def cache_of(output):
 def reference_logits(model, config, ids, steps, prefill_chunk=None):
     """Greedy decoding by the reference ops alone: the captured model, its attention interpreted by `CacheRows`."""
     graph = capture(model)
-    canonicalize_attention(graph, layers=model.config.num_hidden_layers)
+    canonicalize_attention(graph)
     graph.recompile()
     rows = CacheRows(config.schedule, config.capacity)
 

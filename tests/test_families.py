@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import VOCABULARY, cache_of, reference_logits
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckv_compile
@@ -107,6 +109,62 @@ def test_with_compaction_it_is_a_run_of_the_reference(family, prompt):
         slots = torch.arange(60 + steps - 1 - row.keys.shape[0], 60 + steps - 1) % row.keys.shape[0]
         torch.testing.assert_close(state.window_keys[0, layer, head, slots], row.keys, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(state.window_values[0, layer, head, slots], row.values, atol=1e-5, rtol=1e-5)
+
+
+class Plain(nn.Module):
+    """A decoder of one's own: no transformers, two layers, rotary positions, four query and two KV heads of size 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"qkv": nn.Linear(32, 64), "out": nn.Linear(32, 32), "norm": nn.LayerNorm(32)}) for _ in "ab"
+        )
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids, position_ids):
+        hidden = self.embed(input_ids)
+        angle = position_ids[:, None, :, None] * 100.0 ** -torch.linspace(0, 1, 4)  # [B, 1, S, 4]
+
+        def rotate(x):
+            one, other = x.chunk(2, dim=-1)
+            return torch.cat(
+                [one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], dim=-1
+            ).to(x.dtype)
+
+        for layer in self.layers:
+            heads = layer["qkv"](layer["norm"](hidden)).unflatten(-1, (8, 8)).transpose(1, 2)
+            q, k, v = heads.split([4, 2, 2], dim=1)
+            out = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+            hidden = hidden + layer["out"](out.transpose(1, 2).flatten(2))
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+@torch.no_grad()
+def test_a_module_without_transformers_generates_too(compile, prompt):
+    torch.manual_seed(0)
+    model = Plain().double().eval()
+    ours = ckv_compile.transform(model, budget=128, compile=compile)
+    ids = prompt(30)
+    for _ in range(40):
+        ids = torch.cat([ids, model(ids, torch.arange(ids.shape[1])[None])[:, -1:].argmax(dim=-1)], dim=1)
+    assert torch.equal(ours.generate(prompt(30), max_new_tokens=40), ids)
+    small = ckv_compile.transform(model, compile=compile, **SMALL)
+    found = small.generate(prompt(60), max_new_tokens=19, return_dict_in_generate=True, output_logits=True)
+    expected, _ = reference_logits(model, small.ckv_config, prompt(60), 19)
+    torch.testing.assert_close(torch.stack(found.logits), expected.float(), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ckv_compile.ConfigError, match="is a fraction of max_context"):
+        ckv_compile.transform(model, budget=0.5)
+
+
+def test_a_module_without_positions_is_refused():
+    class Own(Plain):
+        def forward(self, input_ids, position_ids):
+            return super().forward(input_ids, torch.arange(input_ids.shape[1])[None])
+
+    with pytest.raises(ckv_compile.UnsupportedModelError, match="does not decode what the model computes"):
+        ckv_compile.transform(Own().eval(), budget=100)
 
 
 @pytest.mark.parametrize(

@@ -265,14 +265,17 @@ def test_inference_mode_no_grad_and_autocast_do_not_change_the_tokens(prompt):
             assert torch.equal(ours.generate(prompt(50), max_new_tokens=30), expected)
 
 
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_generates_over_compactions(dtype, prompt):
-    model = tiny_model().to(dtype)
-    ours = ckv_compile.transform(model, compile="eager", **SMALL)
+def test_half_precision_generates_over_compactions(dtype, family, compile, prompt):
+    model = tiny_model(family).to(dtype)
+    ours = ckv_compile.transform(model, compile=compile, **SMALL)
     out = generate(ours, prompt(100), 60)
     assert torch.isfinite(torch.stack(out.logits)).all()
     state = cache_of(out).state
-    assert state.keys.dtype == dtype
+    assert state.keys.dtype == state.window_keys.dtype == dtype
+    assert state.degree.dtype == torch.float32
     assert (state.degree.sum(dim=-1) == 159).all()
     exact = ckv_compile.transform(model, budget=200, compile="eager")
     agreed = generate(exact, prompt(100), 2).logits[0]
