@@ -1,10 +1,11 @@
-"""The CPU decode kernel against plain float64 attention."""
+"""The CPU decode kernel against the reference, in float64 but for `CacheRows`."""
 
 import logging
 import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 from conftest import needs_kernel
 
 from ckv_compile.kernels import cpu
+from ckv_compile.reference import CacheRows, Row, attend_row
+from ckv_compile.schedule import Schedule
 
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
+every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE))
 
 
 @dataclass(frozen=True)
@@ -23,37 +27,50 @@ class Case:
     v: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    degree: torch.Tensor
+    degree: torch.Tensor | None
     fill: torch.Tensor
     active: torch.Tensor
     layer: int = 1
     scale: float = 0.125
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
     per_row: ClassVar = ("q", "k", "v", "keys", "values", "degree", "fill", "active")
 
     def run(self) -> torch.Tensor:
-        return cpu.decode_attention(*(getattr(self, name) for name in self.per_row), self.layer, self.scale)
+        if self.q.dtype == torch.float16 and cpu.is_available(torch.float32) and not cpu.is_available(torch.float16):
+            pytest.skip("this machine does not convert float16")
+        arguments = [getattr(self, name) for name in self.per_row]
+        return cpu.decode_attention(*arguments, self.layer, self.scale, self.softcap, self.sinks)
 
     def row(self, row: int) -> "Case":
-        return replace(self, **{name: getattr(self, name)[row : row + 1].clone() for name in self.per_row})
+        parts = {name: getattr(self, name) for name in self.per_row}
+        return replace(self, **{name: part[row : row + 1].clone() for name, part in parts.items() if part is not None})
+
+    def cached(self, row: int, kv_head: int) -> Row:
+        """The slots in use before the append, in the order of their tokens: a ring's oldest may leave the window."""
+        keys, values = self.keys[row, self.layer, kv_head], self.values[row, self.layer, kv_head]
+        fill, capacity = int(self.fill[row]), keys.shape[0]
+        if self.degree is not None:
+            return Row(keys[:fill], values[:fill], self.degree[row, self.layer, kv_head, :fill])
+        slots = torch.arange(max(fill - capacity, 0), fill) % capacity
+        return Row(keys[slots], values[slots], torch.ones(len(slots)))
 
     def expected(self) -> torch.Tensor:
-        """softmax(q.k * scale + log n) @ v in float64, for the cache as it is after the append."""
-        group = self.q.shape[1] // self.k.shape[1]
-        rows = []
-        for row, fill in enumerate(self.fill.tolist()):
-            new_degree = torch.ones(self.k.shape[1], 1)
-            keys, values, degree = (
-                torch.cat((cached[row, self.layer, :, :fill], new), 1).double().repeat_interleave(group, 0)
-                for cached, new in (
-                    (self.keys, self.k[row]),
-                    (self.values, self.v[row]),
-                    (self.degree, new_degree),
-                )
-            )
-            scores = self.q[row].double() @ keys.mT * self.scale + degree.log().unsqueeze(1)
-            values = values.masked_fill(degree.unsqueeze(2) == 0, 0.0)
-            rows.append(scores.softmax(-1) @ values)
-        return torch.stack(rows)
+        """The reference in float64, for the cache as it is after the append."""
+        rows, heads, _, _ = self.q.shape
+        kv_heads, window = self.k.shape[1], self.keys.shape[3] if self.degree is None else 0
+        out = torch.empty_like(self.q, dtype=torch.float64)
+        for row in range(rows):
+            for head in range(heads):
+                kv_head = head // (heads // kv_heads)
+                new = Row(self.k[row, kv_head], self.v[row, kv_head], torch.ones(1))
+                whole = Row(*(torch.cat(parts).double() for parts in zip(self.cached(row, kv_head), new, strict=True)))
+                empty = whole.degree[:, None] == 0  # whatever it holds
+                whole = Row(whole.keys.masked_fill(empty, 0.0), whole.values.masked_fill(empty, 0.0), whole.degree)
+                sink = None if self.sinks is None else self.sinks[head]
+                query = self.q[row, head].double()
+                out[row, head] = attend_row(query, whole, self.scale, 1, self.softcap, sink, window)
+        return out
 
 
 def make_case(
@@ -87,6 +104,18 @@ def make_case(
     return case
 
 
+def make_ring(fill: tuple[int, ...], window: int, **shape: object) -> Case:
+    """A random case of rings that have seen `fill` tokens; slots not in use yet are NaN."""
+    used = tuple(min(tokens, window) for tokens in fill)
+    return replace(make_case(used, window, **shape), degree=None, fill=torch.tensor(fill))
+
+
+def with_sinks(case: Case) -> Case:
+    """The case with a random sink for each query head, near its scores."""
+    sinks = torch.randn(case.q.shape[1], generator=torch.Generator().manual_seed(0)) * 3
+    return replace(case, sinks=sinks.to(case.q.dtype))
+
+
 def assert_right(case: Case, tolerance: float | None = None) -> None:
     expected = case.expected()
     out = case.run()
@@ -97,7 +126,7 @@ def assert_right(case: Case, tolerance: float | None = None) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_dtype
 @pytest.mark.parametrize("dim", [8, 64, 72, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 7, 17])
 def test_equals_the_reference(group: int, dim: int, dtype: torch.dtype) -> None:
@@ -111,7 +140,7 @@ def test_every_edge_of_a_split(fill: int) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_dtype
 def test_degrees_up_to_a_million(dtype: torch.dtype) -> None:
     case = make_case((700,), capacity=701, dtype=dtype)
     case.degree[..., ::5] = 1e6
@@ -154,7 +183,7 @@ def test_a_cache_of_empty_slots_gives_the_new_value() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_dtype
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> None:
     batch = make_case((1500, 7, 800), capacity=1600, kv_heads=3, dtype=dtype)
     alone = [batch.row(row) for row in range(3)]
@@ -179,6 +208,188 @@ def test_the_number_of_threads_does_not_matter() -> None:
 
 
 @needs_kernel
+@every_dtype
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
+def test_softcap(softcap: float, dtype: torch.dtype) -> None:
+    case = make_case((0, 2, 300), capacity=301, dtype=dtype)
+    assert_right(replace(case, softcap=softcap))
+    assert_right(replace(case, q=case.q * 50, softcap=softcap), tolerance=2 * TOLERANCE[dtype])  # most at the cap
+
+
+@needs_kernel
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 0.1, 0.249, 0.251, 0.5, 1.0, 3.0, 9.0, 20.0, 50.0, 1e3, 1e30])
+@pytest.mark.parametrize("dim", [8, 64])
+def test_softcap_is_accurate(dim: int, size: float) -> None:
+    """Scores of all sizes in units of the cap, read off the weights: with two slots, log(w / (1 - w)) is a score."""
+    softcap, sizes = 8.0, torch.tensor([size, -size]).repeat(4)
+    case = make_case((1,) * 8, capacity=2, kv_heads=1, group=1, dim=dim)
+    for tensor in (case.q, case.k, case.v, case.keys, case.values):
+        tensor.zero_()
+    case.q[..., 0], case.k[:, 0, 0, 0] = 1.0, sizes * softcap
+    case.v[..., 0], case.values[:, 1, 0, 0, 1] = 1.0, 1.0
+    case.degree[:, :, :, 0] = 1.0
+    out = replace(case, scale=1.0, softcap=softcap).run()[:, 0, 0].double()
+    score = softcap * torch.tanh(sizes.double())
+    # A weight of float32 has an error of some 1e-7 of itself, and so has the score; exp(-8) and exp(8) are far enough.
+    torch.testing.assert_close((out[:, 0] / out[:, 1]).log(), score, rtol=0, atol=1e-6 * softcap)
+
+
+@needs_kernel
+def test_softcap_keeps_the_digits_of_small_scores() -> None:
+    case = make_case((700,), capacity=701)
+    wide = replace(case, softcap=1e5)
+    assert_right(wide)  # with an error of 1e-7 of the cap in a score, this would be wrong by 1e-2
+    torch.testing.assert_close(wide.run(), case.run(), rtol=0, atol=TOLERANCE[torch.float32])
+
+
+@needs_kernel
+@every_dtype
+@pytest.mark.parametrize("dim", [8, 64, 80])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_sinks(group: int, dim: int, dtype: torch.dtype) -> None:
+    assert_right(with_sinks(make_case((0, 1, 300), capacity=301, group=group, dim=dim, dtype=dtype)))
+
+
+@needs_kernel
+@every_dtype
+def test_a_dominating_sink_leaves_nothing_and_a_low_one_changes_nothing(dtype: torch.dtype) -> None:
+    case = make_case((300, 5), capacity=301, dtype=dtype)
+    heads = case.q.shape[1]
+    plain = case.run()
+    sinks = torch.full((heads,), -1e4, dtype=dtype)
+    sinks[0], sinks[2], sinks[3] = 1e4, float("-inf"), 40.0
+    out = replace(case, sinks=sinks).run()
+    assert not out[:, 0].any()
+    assert out[:, 3].abs().max() < 1e-6
+    kept = [head for head in range(heads) if head not in (0, 3)]
+    assert torch.equal(out[:, kept], plain[:, kept])
+    assert_right(replace(case, sinks=sinks))
+
+
+@needs_kernel
+def test_a_nan_sink_is_not_hidden() -> None:
+    case = with_sinks(make_case((300,), capacity=301))
+    case.sinks[2] = float("nan")
+    out = case.run()
+    assert out[:, 2].isnan().all()
+    assert out[:, [0, 1, 3, 4, 5]].isfinite().all()
+
+
+@needs_kernel
+@every_dtype
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 15, 17, 127, 128, 129, 300, 512])
+def test_rings_of_any_size_and_position(window: int, dtype: torch.dtype) -> None:
+    fill = (0, 1, window - 1, window, window + 1, 3 * window + window // 2, 5_000_000_000 + window // 3)
+    assert_right(make_ring(fill, window, dtype=dtype))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dim", [8, 72, 128])
+@pytest.mark.parametrize("group", [1, 8])
+def test_rings_of_any_shape(group: int, dim: int) -> None:
+    assert_right(make_ring((50, 1_234_567), window=200, kv_heads=1, group=group, dim=dim))
+
+
+@needs_kernel
+@every_dtype
+def test_everything_at_once(dtype: torch.dtype) -> None:
+    ring = with_sinks(make_ring((7, 3_000_000, 333), window=333, dtype=dtype))
+    cache = with_sinks(make_case((7, 300, 333), capacity=334, dtype=dtype))
+    cache.degree[..., ::5] = 0.0
+    for case in (ring, cache):
+        assert_right(replace(case, softcap=4.0))
+
+
+@needs_kernel
+@every_dtype
+@pytest.mark.parametrize("window", [1, 3, 20, 130])
+def test_a_ring_step_by_step(window: int, dtype: torch.dtype) -> None:
+    """The reference driven like the kernel: two rows, one of which joins later, until both have wrapped."""
+    steps, kv_heads, group, dim, layer, softcap = 2 * window + 40, 2, 2, 16, 1, 6.0
+    generator = torch.Generator().manual_seed(window)
+    keys, values = torch.full((2, 2, 2, kv_heads, window, dim), float("nan"), dtype=dtype)
+    schedule = Schedule(budget=64, n_sink=4, n_recent=32, chunk_size=128, r_init=0.25, r_decay=0.01, r_min=0.05)
+    references = [CacheRows(schedule, capacity=128) for _ in range(2)]
+    fill, sinks = torch.zeros(2, dtype=torch.int64), torch.randn(kv_heads * group, generator=generator).to(dtype)
+    for step in range(steps):
+        q, k, v = (
+            torch.randn(2, heads, 1, dim, generator=generator).to(dtype)
+            for heads in (kv_heads * group, kv_heads, kv_heads)
+        )
+        active = torch.tensor([True, step >= 5])
+        case = Case(q, k, v, keys, values, None, fill, active, layer, dim**-0.5, softcap, sinks)
+        out = case.run()
+        options = (dim**-0.5, softcap, sinks, window)
+        expected = torch.zeros_like(q)
+        for row, rows in enumerate(references):
+            if active[row]:
+                expected[row : row + 1] = rows.attend(layer, *(t[row : row + 1] for t in (q, k, v)), *options)
+        torch.testing.assert_close(out, expected, rtol=0, atol=2 * TOLERANCE[dtype])  # both are rounded
+        fill += active
+    assert keys[:, 0].isnan().all()
+    assert keys[:, 1].isfinite().all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("window", [3, 1000])
+def test_a_ring_takes_the_new_token_in_its_slot_and_nowhere_else(window: int) -> None:
+    case = make_ring((0, window + 1, 7 * window - 1), window)
+    keys, values = case.keys.clone(), case.values.clone()
+    for row, slot in enumerate((0, 1, window - 1)):
+        keys[row, 1, :, slot] = case.k[row, :, 0]
+        values[row, 1, :, slot] = case.v[row, :, 0]
+    case.run()
+    for actual, expected in ((case.keys, keys), (case.values, values)):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernel
+@every_dtype
+@pytest.mark.parametrize("new_split", range(4))
+def test_a_ring_has_the_same_bits_in_any_batch_and_with_any_threads(new_split: int, dtype: torch.dtype) -> None:
+    """Wherever the new slot is; a thread that read it too early would see the NaN that is there before."""
+    fill = (500 * 9 + new_split * 128 + 60, 3, 2_000_000, 499)
+    batch = with_sinks(replace(make_ring(fill, window=500, kv_heads=3, dtype=dtype), softcap=20.0))
+    for row, tokens in enumerate(fill):
+        batch.keys[row, :, :, tokens % 500] = batch.values[row, :, :, tokens % 500] = float("nan")
+    alone = torch.cat([batch.row(row).run() for row in range(4)])
+    assert alone.isfinite().all()
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            fresh = replace(batch, keys=batch.keys.clone(), values=batch.values.clone())
+            assert torch.equal(fresh.run(), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+def test_a_row_of_a_ring_that_is_not_active_is_left_as_it_is() -> None:
+    case = with_sinks(make_ring((300, 1_000_000, 20), window=150))
+    case = replace(case, fill=torch.tensor([300, -1, 20]), active=torch.tensor([True, False, True]))  # 1: nonsense
+    before, alone = case.row(1), [case.row(0).run(), case.row(2).run()]
+    out = case.run()
+    assert not out[1].any()
+    assert torch.equal(out[0::2], torch.cat(alone))
+    after = case.row(1)
+    for name in ("keys", "values"):
+        torch.testing.assert_close(getattr(after, name), getattr(before, name), rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernel
+def test_float16_overflows_to_infinity_and_keeps_small_numbers() -> None:
+    case = make_case((1,), capacity=2, kv_heads=1, group=1, dtype=torch.float16)
+    case.v.fill_(65504.0)
+    case.values.fill_(6e-8)  # subnormal
+    case.q.zero_()
+    case.degree[..., 0] = 1e6
+    torch.testing.assert_close(case.run().double(), case.expected(), rtol=1e-3, atol=0)
+    case.v.fill_(float("inf"))
+    assert case.run().isposinf().all()
+
+
+@needs_kernel
 def test_appends_to_its_layer_and_nowhere_else() -> None:
     case = make_case((4, 9), capacity=12)
     keys, values, degree = case.keys.clone(), case.values.clone(), case.degree.clone()
@@ -195,8 +406,10 @@ def test_appends_to_its_layer_and_nowhere_else() -> None:
 def test_strided_inputs() -> None:
     case = make_case((20, 30), capacity=40)
     wide = torch.cat((case.q, case.q), dim=3)[..., :64]
+    sinks = torch.randn(12)[::2]
     assert not wide.is_contiguous()
-    assert_right(replace(case, q=wide))
+    assert not sinks.is_contiguous()
+    assert_right(replace(case, q=wide, sinks=sinks))
 
 
 @needs_kernel
@@ -209,7 +422,7 @@ def test_a_full_row_is_an_error_and_writes_nothing() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_dtype
 def test_a_row_that_is_not_active_is_left_as_it_is(dtype: torch.dtype) -> None:
     case = make_case((300, 8, 20), capacity=301, dtype=dtype)
     case = replace(case, fill=torch.tensor([300, 301, 20]), active=torch.tensor([True, False, True]))  # 1: no free slot
@@ -233,6 +446,43 @@ def test_what_does_not_fit_together_is_refused() -> None:
         replace(case, fill=case.fill.int()).run()
     with pytest.raises(ValueError, match="must be contiguous"):
         replace(case, keys=case.keys.mT.contiguous().mT).run()
+    for sinks in (torch.zeros(5), torch.zeros(1), torch.zeros(6, 1)):
+        with pytest.raises(ValueError, match="cannot serve layer 1"):
+            replace(case, sinks=sinks).run()
+    with pytest.raises(ValueError, match=r"share one dtype.*bfloat16 sinks"):
+        replace(case, sinks=torch.zeros(6, dtype=torch.bfloat16)).run()
+    for degree in (case.degree[..., :7], case.degree[0], case.degree[:, :1]):
+        with pytest.raises(ValueError, match="cannot serve layer 1"):
+            replace(case, degree=degree).run()
+    with pytest.raises(ValueError, match="degree must be float32"):
+        replace(case, degree=case.degree.double()).run()
+    with pytest.raises(ValueError, match="must be contiguous"):
+        replace(case, degree=case.degree.mT.contiguous().mT).run()
+
+
+@needs_kernel
+def test_a_ring_that_does_not_fit_is_refused() -> None:
+    case = make_ring((3, 100), window=8)
+    with pytest.raises(RuntimeError, match="row 1 has no free slot: fill is -1"):
+        replace(case, fill=torch.tensor([3, -1])).run()
+    with pytest.raises(RuntimeError, match="row 0 has no free slot: fill is 3, capacity is 0"):
+        replace(case, keys=case.keys[..., :0, :], values=case.values[..., :0, :]).run()
+    with pytest.raises(ValueError, match=r"cannot serve layer 1.*None"):
+        replace(case, values=case.values[..., :7, :]).run()
+
+
+@needs_kernel
+def test_a_machine_without_float16_has_the_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu.is_available(torch.float32)
+    functions = {symbol: cpu._kernels()[dtype] for dtype, symbol in cpu._SYMBOLS.items() if dtype != torch.float16}
+    monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", lambda *_, **__: SimpleNamespace(**functions))
+    cpu._kernels.cache_clear()
+    cpu._build.cache_clear()
+    try:
+        assert [cpu.is_available(dtype) for dtype in TOLERANCE] == [True, True, False]
+    finally:
+        cpu._kernels.cache_clear()
+        cpu._build.cache_clear()
 
 
 def test_other_dtypes_are_not_served() -> None:

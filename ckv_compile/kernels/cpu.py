@@ -19,8 +19,12 @@ import torch
 _log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("decode_attention.cpp")
-_SYMBOLS = {torch.float32: "ckv_decode_float32", torch.bfloat16: "ckv_decode_bfloat16"}
-_ARGTYPES = [ctypes.c_void_p] * 9 + [ctypes.c_int64] * 7 + [ctypes.c_float, ctypes.c_int]
+_SYMBOLS = {
+    torch.float32: "ckv_decode_float32",
+    torch.bfloat16: "ckv_decode_bfloat16",
+    torch.float16: "ckv_decode_float16",
+}
+_ARGTYPES = [ctypes.c_void_p] * 10 + [ctypes.c_int64] * 7 + [ctypes.c_float] * 2 + [ctypes.c_int]
 
 # After Inductor's flags, of which some releases turn contraction off and others turn unsafe math on.
 _FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
@@ -31,7 +35,8 @@ _build_lock = threading.Lock()
 def is_available(dtype: torch.dtype) -> bool:
     """Whether `decode_attention` can serve this dtype here; the first call builds the kernel.
 
-    A build that fails is reported by one warning per process, and not tried again.
+    A build that fails is reported by one warning per process, and not tried again. float16 is served where the
+    machine converts it in hardware.
     """
     if dtype not in _SYMBOLS or os.environ.get("CKV_CPU_KERNEL") == "0":
         return False
@@ -44,28 +49,36 @@ def decode_attention(
     v: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    degree: torch.Tensor,
+    degree: torch.Tensor | None,
     fill: torch.Tensor,
     active: torch.Tensor,
     layer: int,
     scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Appends one token to every active row of one layer, and attends over all slots used so far.
 
     The weight of a slot of degree n is softmax(q.k * scale + log n). The result of a row has the same bits
     whatever the rest of the batch is. Call it only where `is_available(q.dtype)`.
 
+    Without degrees the cache is that of a layer with a sliding window of C tokens: a ring, where a token that comes
+    after `fill` others is in slot fill % C, all weights are 1, and no row is ever full.
+
     Args:
         q: queries [B, H, 1, D]; D is a multiple of 8.
         k: new keys [B, Hkv, 1, D]; query head h uses KV head h // (H // Hkv).
         v: new values [B, Hkv, 1, D].
-        keys: cached keys [B, L, Hkv, C, D], contiguous; slot `fill` is written.
+        keys: cached keys [B, L, Hkv, C, D], contiguous; slot `fill` is written (of a ring, slot fill % C).
         values: cached values, likewise.
-        degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing.
-        fill: int64 [B]: used slots of each row, before this token.
+        degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing. None: a ring.
+        fill: int64 [B]: used slots of each row, before this token; of a ring, all tokens before it.
         active: bool [B]: a row that is not active is left as it is, and its output is zero.
         layer: the layer to serve.
         scale: factor of the scores.
+        softcap: scores become softcap * tanh(score / softcap) before the degree enters; 0 leaves them.
+        sinks: [H], in the dtype of q: a logit of each query head, not scaled, that takes part in the softmax and
+            has no value.
 
     Returns:
         The attention output [B, H, 1, D], in the dtype of q.
@@ -78,7 +91,8 @@ def decode_attention(
     dtype, new_shape, heads = q.dtype, (rows, kv_heads, 1, dim), q.shape[1]
     if not (
         values.shape == cache_shape
-        and degree.shape == (rows, layers, kv_heads, capacity)
+        and (degree is None or degree.shape == (rows, layers, kv_heads, capacity))
+        and (sinks is None or sinks.shape == (heads,))
         and q.shape == (rows, heads, 1, dim)
         and k.shape == new_shape
         and v.shape == new_shape
@@ -86,18 +100,23 @@ def decode_attention(
         and heads % kv_heads == dim % 8 == 0
         and 0 <= layer < layers
     ):
-        shapes = [tuple(t.shape) for t in (q, k, v, keys, values, degree, fill, active)]
-        raise ValueError(f"cannot serve layer {layer} with q, k, v, keys, values, degree, fill, active of {shapes}")
-    if not (k.dtype == v.dtype == keys.dtype == values.dtype == dtype):
-        raise ValueError(f"q, k, v, keys, values must share one dtype, got {dtype} q and {keys.dtype} keys")
-    if (degree.dtype, fill.dtype, active.dtype) != (torch.float32, torch.int64, torch.bool):
+        names = "q, k, v, keys, values, degree, fill, active, sinks"
+        tensors = (q, k, v, keys, values, degree, fill, active, sinks)
+        shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
+        raise ValueError(f"cannot serve layer {layer} with {names} of {shapes}")
+    if not (k.dtype == v.dtype == keys.dtype == values.dtype == dtype) or (sinks is not None and sinks.dtype != dtype):
+        others = f"{dtype} q, {keys.dtype} keys and {None if sinks is None else sinks.dtype} sinks"
+        raise ValueError(f"q, k, v, keys, values, sinks must share one dtype, got {others}")
+    degree_dtype = torch.float32 if degree is None else degree.dtype
+    if (degree_dtype, fill.dtype, active.dtype) != (torch.float32, torch.int64, torch.bool):
         raise ValueError(
-            f"degree must be float32, fill int64 and active bool, got {degree.dtype}, {fill.dtype}, {active.dtype}"
+            f"degree must be float32, fill int64 and active bool, got {degree_dtype}, {fill.dtype}, {active.dtype}"
         )
-    if not (keys.is_contiguous() and values.is_contiguous() and degree.is_contiguous()):
+    if not (keys.is_contiguous() and values.is_contiguous() and (degree is None or degree.is_contiguous())):
         raise ValueError("keys, values and degree must be contiguous: the kernel writes to them in place")
 
     q, k, v, fill, active = (tensor.contiguous() for tensor in (q, k, v, fill, active))
+    sinks = None if sinks is None else sinks.contiguous()
     out = torch.empty_like(q)
     status = _kernels()[dtype](
         q.data_ptr(),
@@ -105,9 +124,10 @@ def decode_attention(
         v.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
-        degree.data_ptr(),
+        None if degree is None else degree.data_ptr(),
         fill.data_ptr(),
         active.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
         rows,
         layers,
@@ -117,6 +137,7 @@ def decode_attention(
         capacity,
         dim,
         scale,
+        softcap,
         torch.get_num_threads(),
     )
     if status > 0:
@@ -129,7 +150,7 @@ def decode_attention(
 
 @cache
 def _kernels() -> dict[torch.dtype, Callable[..., int]]:
-    """The compiled functions by dtype; empty if they cannot be built."""
+    """The compiled functions by dtype, without those that this machine lacks; empty if they cannot be built."""
     with _build_lock:  # for threads that arrive before the first result is cached
         return _build()
 
@@ -140,7 +161,7 @@ def _build() -> dict[torch.dtype, Callable[..., int]]:
         from torch._inductor.codecache import CppCodeCache
 
         library = CppCodeCache.load(_SOURCE.read_text(), extra_flags=_FLAGS)
-        functions = {dtype: getattr(library, symbol) for dtype, symbol in _SYMBOLS.items()}
+        functions = {dtype: getattr(library, symbol) for dtype, symbol in _SYMBOLS.items() if hasattr(library, symbol)}
     except Exception as error:  # no compiler, a failed build, another torch: all end in the fallback
         _log.warning("no CPU decode kernel, using the PyTorch form instead: %s", error)
         return {}

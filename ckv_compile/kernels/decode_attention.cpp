@@ -1,17 +1,22 @@
 // One decode step of attention over a clustered KV cache, on the CPU.
 //
 // A slot of the cache holds a key, a value and a degree n, the number of tokens it stands for. A query gives
-// it the weight n * exp(q.k * scale - max), which is softmax(q.k * scale + log n) without the logarithm.
+// it the weight n * exp(q.k * scale - max), which is softmax(q.k * scale + log n) without the logarithm. Three
+// things vary. Scores may be capped. A query head may have a sink, a logit that takes part in the softmax and has
+// no value. And the cache of a layer with a sliding window has no degrees: it is a ring of the last tokens, each of
+// weight 1, where the new token takes the place of the one that has just left the window. Softmax does not ask in
+// which order the slots are, so a ring is attended like any other cache.
 //
 // The work is cut into tasks of one row, one KV head and at most kSplit slots. A task reads its keys and its
 // values once, for all query heads of its KV head, and leaves a partial result (weighted values, maximum,
 // sum of weights); the last task of a KV head to finish combines them. The cut depends on nothing but the
-// fill of the row, so the result of a row has the same bits in any batch and with any number of threads.
+// fill and the capacity, so the result of a row has the same bits in any batch and with any number of threads.
 //
 // Vectors are those of GCC and Clang, so one source serves AVX-512, AVX2, SSE and NEON. The code is safe
 // under -ffast-math: it neither makes nor tests for infinities and NaNs.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -21,6 +26,14 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#endif
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#define CKV_FLOAT16
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define CKV_FLOAT16
 #endif
 
 namespace {
@@ -45,6 +58,12 @@ constexpr int64_t kAhead = 4096;        // bytes to prefetch ahead of use
 constexpr int64_t kSerialWork = 65536;  // with fewer key elements than this, threads cost more than they save
 constexpr float kLowest = -3.0e38f;     // stands for minus infinity
 
+constexpr auto kOnes = [] {  // the degrees of a split of a ring
+  std::array<float, kSplit> ones{};
+  for (float& one : ones) one = 1.0f;
+  return ones;
+}();
+
 // ---------------------------------------------------------------------------------------------- vectors
 
 template <int W>
@@ -56,6 +75,10 @@ struct Vec {
 };
 
 struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
   uint16_t bits;
 };
 
@@ -86,6 +109,60 @@ inline void store(BFloat16* to, typename Vec<W>::F x) {  // rounds to nearest ev
   const U is_nan = (U)((bits & 0x7fffffffu) > 0x7f800000u);
   const auto half = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0u & is_nan), typename Vec<W>::H);
   std::memcpy(to, &half, sizeof half);
+}
+
+// By intrinsics, as GCC 12 converts vectors of _Float16 one by one, and by the masked ones of AVX-512, as it warns of
+// its own code in the others. Too large a number becomes infinite.
+#if defined(__F16C__)
+
+template <int W>
+inline typename Vec<W>::F load(const Float16* from) {
+  using F = typename Vec<W>::F;
+  typename Vec<W>::H half;
+  std::memcpy(&half, from, sizeof half);
+  if constexpr (W == 16) {
+    return (F)_mm512_maskz_cvtph_ps(0xffff, (__m256i)half);
+  } else if constexpr (W == 8) {
+    return (F)_mm256_cvtph_ps((__m128i)half);
+  } else {
+    __m128i low = {};
+    std::memcpy(&low, &half, sizeof half);
+    return (F)_mm_cvtph_ps(low);
+  }
+}
+
+template <int W>
+inline void store(Float16* to, typename Vec<W>::F x) {
+  typename Vec<W>::H half;
+  if constexpr (W == 16) {
+    half = (typename Vec<W>::H)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+  } else if constexpr (W == 8) {
+    half = (typename Vec<W>::H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+  } else {
+    const __m128i low = _mm_cvtps_ph((__m128)x, _MM_FROUND_TO_NEAREST_INT);
+    std::memcpy(&half, &low, sizeof half);
+  }
+  std::memcpy(to, &half, sizeof half);
+}
+
+#elif defined(__aarch64__)
+
+template <int W>
+inline typename Vec<W>::F load(const Float16* from) {
+  return (typename Vec<W>::F)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
+}
+
+template <int W>
+inline void store(Float16* to, typename Vec<W>::F x) {
+  vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
+}
+
+#endif
+
+template <int W, typename T>
+inline float to_float(T x) {
+  const T lanes[W] = {x};
+  return load<W>(lanes)[0];
 }
 
 #if defined(__clang__)
@@ -141,6 +218,22 @@ inline typename Vec<W>::F exp_negative(typename Vec<W>::F x) {
   y = y * r + 0.5f;
   y = y * (r * r) + r + 1.0f;
   return (F)((I)y + (power << 23));
+}
+
+// tanh(x), to 3 units in the last place; a NaN stays a NaN.
+template <int W>
+inline typename Vec<W>::F tanh_of(typename Vec<W>::F x) {
+  using F = typename Vec<W>::F;
+  const F zero = {}, small = zero + 0.25f;
+  const F size = x < zero ? -x : x;
+  const F e = exp_negative<W>(size * -2.0f);
+  const F s = x * x;
+  F y = s * (62.0f / 2835) - (17.0f / 315);  // the Taylor series, as 1 - e has few digits where x is small
+  y = y * s + (2.0f / 15);
+  y = y * s - (1.0f / 3);
+  y = y * s * size + size;
+  y = size < small ? y : (1.0f - e) / (1.0f + e);
+  return x < zero ? -y : y;
 }
 
 // ------------------------------------------------------------------------------------ scores and values
@@ -204,6 +297,12 @@ inline void for_heads(int64_t group, const Body& body, int64_t first = 0) {
   }
 }
 
+// Bends scores, which come in units of `softcap`, to between -softcap and softcap.
+template <int W>
+inline void cap(float softcap, int64_t count, float* scores) {
+  for (int64_t i = 0; i < count; i += W) store<W>(scores + i, tanh_of<W>(load<W>(scores + i)) * softcap);
+}
+
 // Turns scores into weights n * exp(score - max) over slots with n > 0; gives the max and the sum of weights.
 template <int W>
 inline void weigh(const float* degree, int64_t count, float* scores, float* max_out, float* sum_out) {
@@ -250,11 +349,17 @@ template <typename T>
 struct Step {
   const T *q, *k, *v;
   T *keys, *values, *out;
-  float* degree;
+  float* degree;  // null for a ring
   const int64_t* fill;
   const bool* active;
+  const T* sinks;  // may be null
   int64_t batch, layers, layer, kv_heads, group, capacity, dim;
-  float scale;
+  float scale, softcap;
+
+  // The degrees of a split begin at first_degree + its first slot * degree_step. Choosing between the two where they
+  // are used made the float32 kernel a few percent slower (GCC 12).
+  const float* first_degree = degree ? degree : kOnes.data();
+  int64_t degree_step = degree ? 1 : 0;
 
   // Result of one task for its `group` query heads.
   struct Partial {
@@ -265,35 +370,40 @@ struct Step {
 
   int64_t scratch_size() const { return (group * (dim + kSplit) + 15) / 16 * 16; }
 
-  // Of slots 0 .. fill inclusive.
-  int64_t splits(int64_t row) const { return active[row] ? fill[row] / kSplit + 1 : 0; }
+  int64_t new_slot(int64_t row) const { return degree ? fill[row] : fill[row] % capacity; }
+
+  // Slots in use, the new one included.
+  int64_t used(int64_t row) const { return degree ? fill[row] + 1 : std::min(fill[row], capacity - 1) + 1; }
+
+  int64_t splits(int64_t row) const { return active[row] ? (used(row) - 1) / kSplit + 1 : 0; }
 
   int64_t first_slot(int64_t row, int64_t kv_head) const {
     return ((row * layers + layer) * kv_heads + kv_head) * capacity;
   }
 
   void append(int64_t row, int64_t kv_head) const {
-    const int64_t slot = first_slot(row, kv_head) + fill[row];
+    const int64_t slot = first_slot(row, kv_head) + new_slot(row);
     const int64_t from = (row * kv_heads + kv_head) * dim;
     std::copy(k + from, k + from + dim, keys + slot * dim);
     std::copy(v + from, v + from + dim, values + slot * dim);
-    degree[slot] = 1.0f;
+    if (degree) degree[slot] = 1.0f;
   }
 
   template <int W>
   void attend(int64_t row, int64_t kv_head, int64_t split, float* scratch, const Partial& result) const {
-    if (split == splits(row) - 1) append(row, kv_head);  // the only task that reads the new slot
+    if (split == new_slot(row) / kSplit) append(row, kv_head);  // the only task that reads the new slot
 
-    const int64_t count = std::min(kSplit, fill[row] + 1 - split * kSplit);
+    const int64_t count = std::min(kSplit, used(row) - split * kSplit);
     const int64_t slot = first_slot(row, kv_head) + split * kSplit;
     const T* key = keys + slot * dim;
     const T* value = values + slot * dim;
-    const float* n = degree + slot;
+    const float* n = first_degree + slot * degree_step;
 
     float* query = scratch;
     float* scores = scratch + group * dim;
     const T* q_heads = q + (row * kv_heads + kv_head) * group * dim;
-    for (int64_t d = 0; d < group * dim; d += W) store<W>(query + d, load<W>(q_heads + d) * scale);
+    const float factor = softcap != 0.0f ? scale / softcap : scale;
+    for (int64_t d = 0; d < group * dim; d += W) store<W>(query + d, load<W>(q_heads + d) * factor);
 
     const int64_t row_bytes = dim * sizeof(T);
     const int64_t ahead = kAhead / row_bytes;  // in slots
@@ -305,8 +415,10 @@ struct Step {
                                    scores + h * kSplit + i);
       });
     }
-    for (int64_t h = 0; h < group; ++h)
+    for (int64_t h = 0; h < group; ++h) {
+      if (softcap != 0.0f) cap<W>(softcap, count, scores + h * kSplit);
       weigh<W>(n, count, scores + h * kSplit, result.max + h, result.total + h);
+    }
     std::fill(result.sums, result.sums + group * dim, 0.0f);
     for (int64_t i = 0; i < count; i += kValueBlock) {  // and this one the keys of the next task
       const int64_t soon = i + ahead;
@@ -318,21 +430,24 @@ struct Step {
     }
   }
 
-  // Adds up the partial results of one KV head, which lie `partial_size()` floats apart.
+  // Adds up the partial results of one KV head, which lie `partial_size()` floats apart, and the sinks.
   template <int W>
   void combine(int64_t row, int64_t kv_head, float* partials) const {
     using F = typename Vec<W>::F;
     const int64_t count = splits(row);
     for (int64_t h = 0; h < group; ++h) {
-      float max = kLowest, total = 0.0f;
+      const int64_t head = kv_head * group + h;
+      const float sink = sinks ? std::max(to_float<W>(sinks[head]), kLowest) : kLowest;  // minus infinity is no sink
+      float max = sink;
       for (int64_t s = 0; s < count; ++s)
         max = std::max(max, partial_at(partials + s * partial_size()).max[h]);
+      float total = sinks ? std::exp(sink - max) : 0.0f;
       for (int64_t s = 0; s < count; ++s) {
         const Partial part = partial_at(partials + s * partial_size());
         part.max[h] = std::exp(part.max[h] - max);  // from here on, the weight of this part
         total += part.max[h] * part.total[h];
       }
-      T* to = out + ((row * kv_heads + kv_head) * group + h) * dim;
+      T* to = out + (row * kv_heads * group + head) * dim;
       for (int64_t d = 0; d < dim; d += W) {
         F sum = {};
         for (int64_t s = 0; s < count; ++s) {
@@ -350,7 +465,7 @@ struct Step {
     for (int64_t row = 0; row < batch; ++row) {
       tasks += kv_heads * splits(row);
       if (active[row])
-        keys_read += kv_heads * (fill[row] + 1);
+        keys_read += kv_heads * used(row);
       else
         std::fill_n(out + row * kv_heads * group * dim, kv_heads * group * dim, T());
     }
@@ -384,8 +499,9 @@ struct Step {
 
 template <typename T>
 int64_t decode(const Step<T>& step, int threads) {
+  const int64_t most = step.degree ? step.capacity - 1 : step.capacity > 0 ? INT64_MAX : -1;  // a ring is never full
   for (int64_t row = 0; row < step.batch; ++row)
-    if (step.active[row] && (step.fill[row] < 0 || step.fill[row] >= step.capacity)) return row + 1;
+    if (step.active[row] && (step.fill[row] < 0 || step.fill[row] > most)) return row + 1;
   try {
     if (step.dim % kWidth == 0)
       step.template run<kWidth>(threads);
@@ -402,17 +518,24 @@ int64_t decode(const Step<T>& step, int threads) {
 // Puts k, v and degree 1 into slot fill[row] of layer `layer`, and attends over slots 0 .. fill[row].
 //   q, out [batch, kv_heads * group, dim]; k, v [batch, kv_heads, dim]; fill, active [batch]
 //   keys, values [batch, layers, kv_heads, capacity, dim]; degree [batch, layers, kv_heads, capacity]
-// A row that is not active is left as it is, and its output is zero. `dim` is a multiple of 8. Returns 0; row + 1 if that row has no free slot (nothing is written then); -1 if
-// there is no memory.
-#define CKV_DECODE(NAME, T)                                                                              \
-  extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree,         \
-                          const int64_t* fill, const bool* active, T* out, int64_t batch, int64_t layers, int64_t layer,     \
-                          int64_t kv_heads, int64_t group, int64_t capacity, int64_t dim, float scale,   \
-                          int threads) {                                                                 \
-    return decode(Step<T>{q, k, v, keys, values, out, degree, fill, active, batch, layers, layer, kv_heads,      \
-                          group, capacity, dim, scale},                                                  \
-                  threads);                                                                              \
+//   sinks [kv_heads * group], or null: one logit a query head, not scaled
+// Where degree is null, the cache is a ring, and fill the number of tokens seen before this one: k and v go into
+// slot fill[row] % capacity, and the slots attended over are those below min(fill[row] + 1, capacity).
+// Where softcap is not 0, scores become softcap * tanh(score / softcap) before the degree enters.
+// A row that is not active is left as it is, and its output is zero. `dim` is a multiple of 8. Returns 0; row + 1
+// if that row has no free slot (nothing is written then); -1 if there is no memory.
+#define CKV_DECODE(NAME, T)                                                                                 \
+  extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree,            \
+                          const int64_t* fill, const bool* active, const T* sinks, T* out, int64_t batch,   \
+                          int64_t layers, int64_t layer, int64_t kv_heads, int64_t group, int64_t capacity, \
+                          int64_t dim, float scale, float softcap, int threads) {                           \
+    return decode(Step<T>{q, k, v, keys, values, out, degree, fill, active, sinks, batch, layers, layer,    \
+                          kv_heads, group, capacity, dim, scale, softcap},                                  \
+                  threads);                                                                                 \
   }
 
 CKV_DECODE(ckv_decode_float32, float)
 CKV_DECODE(ckv_decode_bfloat16, BFloat16)
+#ifdef CKV_FLOAT16
+CKV_DECODE(ckv_decode_float16, Float16)
+#endif
