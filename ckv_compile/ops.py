@@ -206,8 +206,8 @@ def _decode(
         from ckv_compile.kernels import attention  # Triton is there where CUDA is
 
         return attention.decode_attention(*arguments)
-    if q.shape[3] % 8 == 0 and cpu.is_available(q.dtype) and degree is not None and not softcap and sinks is None:
-        return cpu.decode_attention(*arguments[:10])
+    if q.shape[3] % 8 == 0 and cpu.is_available(q.dtype):
+        return cpu.decode_attention(*arguments)
     return _decode_attention(*arguments)
 
 
