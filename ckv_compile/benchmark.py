@@ -31,11 +31,14 @@ from ckv_compile.model import CKVForCausalLM, transform
 from ckv_compile.ops import cached_attention
 from ckv_compile.roofline import GPUS, floors, largest_batch, llama_8b, shape_of, weight_bytes
 
+TABLES = ("speed", "flatness", "memory", "quality")
 BANDWIDTH_BYTES = 512 * 2**20
 FLAT_CONTEXTS = (2048, 8192, 32768)
 FLAT_LAYERS = 6
+CHUNK = 1024
 QUALITY_BUDGETS = (0.5, 0.25, 0.125)
 QUALITY_TOKENS = 256
+MEMORY_COLUMNS = (("whole_mb", 0), ("whole_s", 1), ("chunked_mb", 0), ("chunked_s", 1))
 LLAMA_8B = "llama-3.1-8b"
 ROOFLINE_KEPT = (0.5, 0.25)
 
@@ -200,6 +203,35 @@ def flatness(source: str, budget: int, tokens: int, rounds: int) -> list[dict[st
     return rows
 
 
+def prefill_memory(source: str, budget: int) -> list[dict[str, float]]:
+    """Peak memory of a prefill above that at rest, and its time, at once and in chunks: the model of `flatness`."""
+    config = load_model(source)[0].config
+    config.num_hidden_layers = FLAT_LAYERS
+    config.max_position_embeddings = max(FLAT_CONTEXTS)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rows = []
+    for context in FLAT_CONTEXTS:
+        prompt = torch.randint(0, config.vocab_size, (1, context))
+        row: dict[str, float] = {"context": context}
+        for name, chunk in (("whole", None), ("chunked", CHUNK)):
+            ours = transform(model, budget=budget, prefill_chunk=chunk, compile="eager")
+            ours(prompt[:, :64])
+            start, rest = time.perf_counter(), _peak_memory(reset=True)
+            ours(prompt)
+            row |= {f"{name}_s": time.perf_counter() - start, f"{name}_mb": (_peak_memory() - rest) / 1e6}
+        rows.append(row)
+        _progress(f"prefill memory: {context} tokens")
+    return rows
+
+
+def _peak_memory(reset: bool = False) -> int:
+    """Most bytes that this process has held since the last reset (Linux)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(peak.split()[1]) * 1024
+
+
 def quality(source: str, context: int) -> list[dict[str, float]]:
     """What the compressed prompt costs: the next real tokens of the text, predicted with each budget, one at a time.
 
@@ -318,6 +350,14 @@ def report(result: dict[str, Any]) -> str:
         parts.append(
             tabulate(rows, headers=["context", "ms/token", "p10", "p90"], tablefmt="github", disable_numparse=True)
         )
+    if result.get("memory"):
+        rows = [
+            [row["context"], *(f"{row[name]:.{digits}f}" for name, digits in MEMORY_COLUMNS)]
+            for row in result["memory"]
+        ]
+        parts.append(f"peak memory of a prefill above that at rest, {FLAT_LAYERS} layers, random weights, float32")
+        heads = ["context", "at once: MB", "s", f"in chunks of {CHUNK}: MB", "s"]
+        parts.append(tabulate(rows, headers=heads, tablefmt="github", disable_numparse=True))
     if result.get("roofline"):
         rows = [
             [
@@ -370,7 +410,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each method (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--only", choices=["speed", "flatness", "quality"], help="run one of the three tables")
+    parser.add_argument("--only", choices=TABLES, help="run one of the tables")
     parser.add_argument(
         "--roofline",
         nargs="+",
@@ -384,7 +424,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args(arguments)
     args.model = args.model or (LLAMA_8B if args.roofline else SMOLLM2)
-    wanted = {args.only} if args.only else {"speed", "flatness", "quality"}
+    wanted = {args.only} if args.only else set(TABLES)
     if args.roofline:
         wanted = {"roofline"}
     torch.set_num_threads(args.threads)
@@ -405,6 +445,7 @@ def main(arguments: list[str] | None = None) -> None:
             if "speed" in wanted
         ],
         "flatness": flatness(args.model, args.budget, args.tokens, args.rounds) if "flatness" in wanted else [],
+        "memory": prefill_memory(args.model, args.budget) if "memory" in wanted else [],
         "quality": quality(args.model, args.context) if "quality" in wanted else [],
         "roofline": roofline(args.model, args.roofline, args.contexts, args.batches) if "roofline" in wanted else [],
     }

@@ -50,7 +50,8 @@ def test_all_tables_are_printed_and_written(tiny, tmp_path, capsys):
     assert full["kl"] < 1e-6 < half["kl"]
     assert full["agreement"] == 1.0
     printed = capsys.readouterr().out
-    for heading in ("ms/token", "time per token against context", "the next 20 tokens"):
+    assert [row["context"] for row in result["memory"]] == [50, 100]
+    for heading in ("ms/token", "time per token against context", "peak memory of a prefill", "the next 20 tokens"):
         assert heading in printed
 
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from conftest import tiny_model
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 import ckv_compile
 from ckv_compile.capture import capture
@@ -68,3 +70,5 @@ def test_the_attention_is_restored_when_the_capture_fails(monkeypatch):
     with pytest.raises(UnsupportedModelError, match=r"could not trace LlamaForCausalLM \(RuntimeError: data-dependent"):
         capture(model)
     assert model.config._attn_implementation == "eager"
+    assert "ckv" not in AttentionInterface._global_mapping
+    assert "ckv" not in AttentionMaskInterface._global_mapping

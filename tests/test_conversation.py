@@ -112,8 +112,10 @@ def test_a_saved_conversation_goes_on_in_another_process(family, prompt, tmp_pat
     assert run.stdout.split() == ["113", "113", logits.double().abs().sum().item().hex()]
 
 
-def test_a_loaded_cache_is_the_saved_one_bit_for_bit(prompt, tmp_path):
-    ours = transformed()
+@pytest.mark.parametrize("windows", [0, 2, 3])
+def test_a_loaded_cache_is_the_saved_one_bit_for_bit(windows, prompt, tmp_path):
+    kinds = ["sliding_attention"] * windows + ["full_attention"] * (3 - windows)
+    ours = ckv_compile.transform(tiny_model("gemma3", layer_types=kinds), compile="eager", **SMALL)
     cache = ours.new_cache(2)
     mask = torch.ones(2, 70, dtype=torch.int64)
     mask[0, :9] = 0
