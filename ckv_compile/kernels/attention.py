@@ -1,10 +1,15 @@
-"""The Triton kernels of attention over a clustered KV cache: one decode step, and a turn of several tokens.
+"""The Triton kernels of attention over a KV cache: one decode step, and a turn of several tokens.
 
-Both weigh a slot of degree n by softmax(q.k * scale + log n). They work in base 2: scores are scaled by log2(e) and
-biased by log2(n), so that every weight is exp2(score - running maximum) <= 1 and fits float16 at any degree.
+The slots of a cache are clusters, or a ring:
 
-A slot of degree 0 is empty and may hold anything, NaN included: its score and its value are replaced, since a weight of
-0 would not stop a NaN.
+- A slot of degree n is weighed by softmax(q.k * scale + log n). One of degree 0 is empty and may hold anything, NaN
+  included: its score and its value are replaced, since a weight of 0 would not stop a NaN.
+- A ring of C slots serves a layer with a sliding window of C tokens exactly. Token t is kept in slot t % C, where it
+  takes the place of the token that has just left the window.
+
+Either way scores can be capped, to softcap * tanh(score / softcap), and a head can have a sink: a logit that takes part
+in its softmax and has no value. All is in base 2: scores and sinks are scaled by log2(e) and a degree adds log2(n), so
+that every weight is exp2(score - running maximum) <= 1 and fits float16 at any degree.
 """
 
 from collections.abc import Iterator
@@ -23,8 +28,9 @@ MAX_HEAD_DIM = 256
 MIN_SPLIT = 128
 """Least slots of a split: fewer cost more to combine than they save."""
 
-_KNOWN = {"degree_ptr": "*fp32", "fill_ptr": "*i64", "active_ptr": "*i1", "scale": "fp32"}  # types of arguments
+_KNOWN = {"fill_ptr": "*i64", "active_ptr": "*i1", "scale": "fp32", "softcap": "fp32"}  # types of arguments
 _LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(_LOG2_E)
 
 
 class Blocks(NamedTuple):
@@ -84,11 +90,13 @@ def decode_attention(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    degree: Tensor,
+    degree: Tensor | None,
     fill: Tensor,
     active: Tensor,
     layer: int,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Appends one token to every active row of one layer, and attends over all slots used so far.
 
@@ -99,13 +107,18 @@ def decode_attention(
         q: queries [B, H, 1, D]; D is a multiple of 8, at most 256.
         k: new keys [B, Hkv, 1, D]; query head h uses KV head h // (H // Hkv).
         v: new values [B, Hkv, 1, D].
-        keys: cached keys [B, L, Hkv, C, D], contiguous, in the dtype of q; slot `fill` is written.
+        keys: cached keys [B, L, Hkv, C, D], contiguous, in the dtype of q; slot `fill` is written, of a ring slot
+            `fill` % C.
         values: cached values, likewise.
-        degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing.
-        fill: int64 [B]: used slots of each row, before this token. A row with no free slot is not written.
+        degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing. None: the slots are
+            a ring of the last C tokens, and the query sees its own and the C - 1 before it.
+        fill: int64 [B]: used slots of each row, before this token; of a ring, all tokens before it. A row with no free
+            slot is not written; a ring always has one.
         active: bool [B]: a row that is not active is left as it is, and its output is zero.
         layer: the layer to serve.
         scale: factor of the scores.
+        softcap: scores become softcap * tanh(score / softcap) before the degree enters; 0 leaves them.
+        sinks: [H] in the dtype of q: a logit of each query head that takes part in its softmax and has no value.
 
     Returns:
         The attention output [B, H, 1, D] in the dtype of q, laid out as [B, 1, H, D].
@@ -117,7 +130,7 @@ def decode_attention(
     heads, new_shape = q.shape[1], (batch, kv_heads, 1, dim)
     if not (
         values.shape == cache_shape
-        and degree.shape == (batch, layers, kv_heads, capacity)
+        and (degree is None or degree.shape == cache_shape[:4])
         and q.shape == (batch, heads, 1, dim)
         and k.shape == v.shape == new_shape
         and fill.shape == active.shape == (batch,)
@@ -125,18 +138,18 @@ def decode_attention(
         and dim <= MAX_HEAD_DIM
         and 0 <= layer < layers
     ):
-        shapes = [tuple(t.shape) for t in (q, k, v, keys, values, degree, fill, active)]
+        shapes = [None if t is None else tuple(t.shape) for t in (q, k, v, keys, values, degree, fill, active)]
         raise ValueError(f"cannot serve layer {layer} with q, k, v, keys, values, degree, fill, active of {shapes}")
     if not (k.dtype == v.dtype == keys.dtype == values.dtype == q.dtype):
         raise ValueError(f"q, k, v, keys, values must share one dtype, got {q.dtype} q and {keys.dtype} keys")
-    if (degree.dtype, fill.dtype, active.dtype) != (torch.float32, torch.int64, torch.bool):
-        raise ValueError(
-            f"degree must be float32, fill int64 and active bool, got {degree.dtype}, {fill.dtype}, {active.dtype}"
-        )
-    if not (keys.is_contiguous() and values.is_contiguous() and degree.is_contiguous()):
+    kinds = (torch.float32 if degree is None else degree.dtype, fill.dtype, active.dtype)
+    if kinds != (torch.float32, torch.int64, torch.bool):
+        raise ValueError("degree must be float32, fill int64 and active bool, got {}, {}, {}".format(*kinds))
+    if not (keys.is_contiguous() and values.is_contiguous() and (degree is None or degree.is_contiguous())):
         raise ValueError("keys, values and degree must be contiguous: the kernel writes to them in place")
+    _check_scores(q, heads, softcap, sinks)
     parts = splits(batch * kv_heads, capacity, multiprocessors(q.device))
-    return _decode(q, k, v, keys, values, degree, fill, active, layer, scale, parts)
+    return _decode(q, k, v, keys, values, degree, fill, active, layer, scale, softcap, sinks, parts)
 
 
 def _decode(
@@ -145,11 +158,13 @@ def _decode(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    degree: Tensor,
+    degree: Tensor | None,
     fill: Tensor,
     active: Tensor,
     layer: int,
     scale: float,
+    softcap: float,
+    sinks: Tensor | None,
     parts: int,
 ) -> Tensor:
     """Launch `decode_attention` with the slots of a KV head cut into `parts`."""
@@ -158,20 +173,22 @@ def _decode(
     group = heads // kv_heads
     q, k, v = _in_rows(q), _in_rows(k), _in_rows(v)
     out = q.new_empty(batch, 1, heads, dim)
-    partial, lse = out, out  # not touched by the kernel that is not split
+    partial, lse = out, out  # neither is touched by the kernel that is not split, nor `out` in place of what is None
     if parts > 1:
         partial = torch.empty(batch * kv_heads, parts, group, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch * kv_heads, parts, group, dtype=torch.float32, device=q.device)
     blocks = decode_blocks(dim, q.element_size())
     with torch.cuda.device_of(q):
         _decode_kernel[(batch * kv_heads, parts)](
-            q, k, v, keys, values, degree, fill.contiguous(), active.contiguous(), out, partial, lse,
-            scale * _LOG2_E, layer, layers, kv_heads, group, capacity, parts,
+            q, k, v, keys, values, out if degree is None else degree, fill.contiguous(), active.contiguous(),
+            out if sinks is None else sinks.contiguous(), out, partial, lse,
+            *_in_base_2(scale, softcap), layer, layers, kv_heads, group, capacity, parts,
             q.stride(0) // dim, q.stride(1) // dim,
             k.stride(0) // dim, k.stride(1) // dim,
             v.stride(0) // dim, v.stride(1) // dim,
             HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_G=max(blocks.m, triton.next_power_of_2(group)), BLOCK_N=blocks.n,
-            SPLIT=parts > 1, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+            RING=degree is None, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, SPLIT=parts > 1,
+            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip
         if parts > 1:
             _combine_kernel[(batch * heads,)](
@@ -183,11 +200,21 @@ def _decode(
 
 
 def extend_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor | None,
+    used: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Attends with S new tokens of one row over its used slots, and causally over the tokens themselves.
 
-    The cache is only read.
+    The cache is only read; where `used` is 0, it may hold anything and be of any size.
 
     Args:
         q: queries [H, S, D]; D is a multiple of 8, at most 256.
@@ -195,31 +222,57 @@ def extend_attention(
         v: new values [Hkv, S, D].
         keys: cached keys [Hkv, C, D] in the dtype of q; any stride between heads.
         values: cached values, likewise.
-        degree: float32 [Hkv, C]; 0 marks an empty slot, which counts for nothing.
-        used: the slots to read.
+        degree: float32 [Hkv, C]; 0 marks an empty slot, which counts for nothing. None: the slots are a ring of the
+            last C tokens, or none is used.
+        used: the slots to read; of a ring, all tokens before these.
         scale: factor of the scores.
+        softcap: scores become softcap * tanh(score / softcap) before the degree enters; 0 leaves them.
+        sinks: [H] in the dtype of q: a logit of each query head that takes part in its softmax and has no value.
+        window: a query sees its own token and the window - 1 before it, cached or new; 0: all. A ring has C = window.
 
     Returns:
         The attention output [H, S, D] in the dtype of q, laid out as [S, H, D].
+
+    Raises:
+        ValueError: if a window comes with degrees, or with a ring of another size.
     """
     heads, steps, dim = q.shape
+    _check_scores(q, heads, softcap, sinks)
+    if window < 0 or (window and degree is not None) or (used and degree is None and window != keys.shape[1]):
+        kind = "a ring" if degree is None else "clusters"
+        raise ValueError(f"a window of {window} tokens cannot be seen in {kind} of {keys.shape[1]} slots, {used} used")
+    window = window or steps  # of the new tokens, which are all that is there when nothing limits the window of a ring
+    slots, next_slot = (min(used, window), used % window) if degree is None else (used, 0)
     q, k, v, keys, values = (_in_rows(tensor) for tensor in (q, k, v, keys, values))
     out = q.new_empty(steps, heads, dim)
     blocks = extend_blocks(dim, q.element_size())
     with torch.cuda.device_of(q):
         _extend_kernel[(triton.cdiv(steps, blocks.m), heads)](
-            q, k, v, keys, values, degree, out,
-            scale * _LOG2_E, steps, used, heads, heads // k.shape[0],
+            q, k, v, keys, values, out if degree is None else degree, out if sinks is None else sinks.contiguous(), out,
+            *_in_base_2(scale, softcap), steps, slots, next_slot, window, heads, heads // k.shape[0],
             q.stride(0) // dim, q.stride(1) // dim,
             k.stride(0) // dim, k.stride(1) // dim,
             v.stride(0) // dim, v.stride(1) // dim,
             keys.stride(0) // dim, keys.stride(1) // dim,
             values.stride(0) // dim, values.stride(1) // dim,
-            degree.stride(0), degree.stride(1),
+            *((0, 0) if degree is None else degree.stride()),
             HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_M=blocks.m, BLOCK_N=blocks.n,
+            RING=degree is None, SOFTCAP=softcap > 0.0, SINKS=sinks is not None,
             num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip
     return out.transpose(0, 1)
+
+
+def _check_scores(q: Tensor, heads: int, softcap: float, sinks: Tensor | None) -> None:
+    if softcap < 0.0:
+        raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != q.dtype):
+        raise ValueError(f"sinks must be {heads} of {q.dtype}, got {tuple(sinks.shape)} of {sinks.dtype}")
+
+
+def _in_base_2(scale: float, softcap: float) -> tuple[float, float]:
+    """Return what the kernels take as scale and softcap: see `_score`."""
+    return (scale / softcap, softcap * _LOG2_E) if softcap else (scale * _LOG2_E, 0.0)
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
@@ -233,14 +286,34 @@ def _in_rows(tensor: Tensor) -> Tensor:
 
 
 @triton.jit
-def _attend_tile(acc, peak, total, q, k, v, bias, seen, scale):  # type: ignore[no-untyped-def]
+def _score(product, scale, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Score in base 2 of a product q.k: product * scale, or softcap * tanh(product * scale).
+
+    tanh from exp2, which every target has: (1 - e) / (1 + e) with e = exp(-2 |x|) <= 1, so that nothing overflows; near
+    0, where 1 - e would cancel, its series, whose next term is less than a rounding there.
+    """
+    score = product * scale
+    if SOFTCAP:
+        size, square = tl.abs(score), score * score
+        e = tl.exp2(size * -2.8853900817779268)  # -2 log2(e)
+        far = (1.0 - e) / (1.0 + e)
+        far = tl.where(score < 0.0, -far, far)
+        series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315)))
+        score = tl.where(size < 0.2, score * series, far) * softcap
+    return score
+
+
+@triton.jit
+def _attend_tile(  # type: ignore[no-untyped-def]
+    acc, peak, total, q, k, v, bias, seen, scale, softcap, SOFTCAP: tl.constexpr
+):  # fmt: skip
     """Fold a tile of slots into the running softmax: acc [M, D], its maximum peak [M] and weight total [M].
 
     k, v [N, D]; bias [1, N] is added to the scores; where `seen` (broadcast to [M, N]) is false, a slot has no weight.
     """
     if INTERPRETED:
         q, k = q.to(tl.float32), k.to(tl.float32)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + bias
+    scores = _score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, SOFTCAP) + bias
     scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen so far: -inf - -inf would be NaN
@@ -256,20 +329,24 @@ def _attend_tile(acc, peak, total, q, k, v, bias, seen, scale):  # type: ignore[
 
 @triton.jit(
     do_not_specialize=[
-        "degree_ptr", "fill_ptr", "active_ptr", "layer", "layers", "kv_heads", "group", "capacity", "splits",
+        "degree_ptr", "fill_ptr", "active_ptr", "sinks_ptr",
+        "layer", "layers", "kv_heads", "group", "capacity", "splits",
         "q_row", "q_head", "k_row", "k_head", "v_row", "v_head",
     ]
 )  # fmt: skip
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, degree_ptr, fill_ptr, active_ptr, out_ptr, partial_ptr, lse_ptr,
-    scale, layer, layers, kv_heads, group, capacity, splits,
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, degree_ptr, fill_ptr, active_ptr, sinks_ptr,
+    out_ptr, partial_ptr, lse_ptr,
+    scale, softcap, layer, layers, kv_heads, group, capacity, splits,
     q_row, q_head, k_row, k_head, v_row, v_head,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    RING: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program serves one split of one KV head of one batch row. Strides count rows of HEAD_DIM elements.
 
-    Split 0 appends the new token and begins its softmax with it from registers, so nothing that this launch writes
-    is read in it: every slot that is loaded lies below fill.
+    Split 0 appends the new token and begins its softmax with it and the sink from registers, so nothing that this
+    launch writes is read in it: the slot of the new token is not loaded. Among clusters it lies behind all that are; in
+    a full ring it lies between them, and the token that it holds has left the window.
     """
     head, split = tl.program_id(0), tl.program_id(1)
     b, kv_head = (head // kv_heads).to(tl.int64), head % kv_heads
@@ -279,8 +356,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     first_slot = ((b * layers + layer) * kv_heads + kv_head) * capacity
 
     live = tl.load(active_ptr + b).to(tl.int32) != 0  # the interpreter loads a bool as a byte, which is no mask
-    fill = tl.load(fill_ptr + b).to(tl.int32)
-    used = tl.where(live, tl.minimum(fill, capacity), 0)
+    tokens = tl.load(fill_ptr + b)
+    fill = tl.minimum(tokens, capacity).to(tl.int32)
+    used = tl.where(live, fill, 0)
     share = tl.cdiv(tl.cdiv(used, BLOCK_N), splits) * BLOCK_N
     start = split * share
     stop = tl.minimum(start + share, used)
@@ -291,28 +369,41 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     in_new = d < tl.where(appends, HEAD_DIM, 0)
     new_k = tl.load(k_ptr + (b * k_row + kv_head * k_head) * HEAD_DIM + d, mask=in_new, other=0.0)
     new_v = tl.load(v_ptr + (b * v_row + kv_head * v_head) * HEAD_DIM + d, mask=in_new, other=0.0)
-    if appends & (fill < capacity):
-        new_slot = first_slot + fill
-        tl.store(keys_ptr + new_slot * HEAD_DIM + d, new_k, mask=in_d)
-        tl.store(values_ptr + new_slot * HEAD_DIM + d, new_v, mask=in_d)
-        tl.store(degree_ptr + new_slot, 1.0)
+    new_slot, writes = fill, appends & (fill < capacity)
+    if RING:
+        new_slot, writes = (tokens % capacity).to(tl.int32), appends
+    if writes:
+        tl.store(keys_ptr + (first_slot + new_slot) * HEAD_DIM + d, new_k, mask=in_d)
+        tl.store(values_ptr + (first_slot + new_slot) * HEAD_DIM + d, new_v, mask=in_d)
+        if not RING:
+            tl.store(degree_ptr + first_slot + new_slot, 1.0)
 
-    new_score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1) * scale
-    peak = tl.where(appends, new_score, float("-inf"))
-    total = tl.where(appends, tl.full([BLOCK_G], 1.0, tl.float32), 0.0)
+    peak = _score(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1), scale, softcap, SOFTCAP)
+    total = tl.full([BLOCK_G], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32) + new_v.to(tl.float32)[None, :]  # zero where it does not append
+    if SINKS:
+        sink = tl.load(sinks_ptr + kv_head * group + g, mask=g < group, other=0.0).to(tl.float32) * LOG2_E
+        new_peak = tl.maximum(peak, sink)
+        share_of_new = tl.exp2(peak - new_peak)
+        peak, total, acc = new_peak, share_of_new + tl.exp2(sink - new_peak), acc * share_of_new[:, None]
+    peak = tl.where(appends, peak, float("-inf"))
+    total = tl.where(appends, total, 0.0)
 
     tile = n[:, None] * HEAD_DIM + d[None, :]
     for slot in range(start, stop, BLOCK_N):
         in_n = slot + n < stop
-        weight = tl.load(degree_ptr + first_slot + slot + n, mask=in_n, other=0.0)
-        taken = weight > 0.0
+        if RING:
+            in_n &= slot + n != new_slot
         mask = in_n[:, None] if BLOCK_D == HEAD_DIM else in_n[:, None] & in_d[None, :]
+        bias, taken = 0.0, in_n
+        if not RING:
+            weight = tl.load(degree_ptr + first_slot + slot + n, mask=in_n, other=0.0)
+            bias, taken = tl.log2(weight)[None, :], weight > 0.0
         k = tl.load(keys_ptr + (first_slot + slot) * HEAD_DIM + tile, mask=mask, other=0.0)
         v = tl.load(values_ptr + (first_slot + slot) * HEAD_DIM + tile, mask=mask, other=0.0)
-        v = tl.where(taken[:, None], v, 0.0)  # not a mask of the load, which would wait for the load of the degree
-        bias, seen = tl.log2(weight)[None, :], taken[None, :]
-        acc, peak, total = _attend_tile(acc, peak, total, q, k, v, bias, seen, scale)
+        if not RING:
+            v = tl.where(taken[:, None], v, 0.0)  # not a mask of the load, which would wait for the load of the degree
+        acc, peak, total = _attend_tile(acc, peak, total, q, k, v, bias, taken[None, :], scale, softcap, SOFTCAP)
 
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     query = head.to(tl.int64) * group + g  # [B, H] flattened
@@ -357,17 +448,24 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
-        "degree_ptr", "steps", "used", "heads", "group", "q_head", "q_step", "k_head", "k_step", "v_head", "v_step",
+        "degree_ptr", "sinks_ptr", "steps", "used", "next_slot", "window", "heads", "group",
+        "q_head", "q_step", "k_head", "k_step", "v_head", "v_step",
         "keys_head", "keys_slot", "values_head", "values_slot", "degree_head", "degree_slot",
     ]
 )  # fmt: skip
 def _extend_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, degree_ptr, out_ptr, scale, steps, used, heads, group,
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, degree_ptr, sinks_ptr, out_ptr,
+    scale, softcap, steps, used, next_slot, window, heads, group,
     q_head, q_step, k_head, k_step, v_head, v_step,
     keys_head, keys_slot, values_head, values_slot, degree_head, degree_slot,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RING: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One program serves BLOCK_M queries of one head. Strides count rows of HEAD_DIM elements, those of degree one."""
+    """One program serves BLOCK_M queries of one head. Strides count rows of HEAD_DIM elements, those of degree one.
+
+    `used` slots are in use. Of a ring, which has as many slots as `window` has tokens, `next_slot` is the slot that the
+    next token takes; `window` and it serve a ring only.
+    """
     head = tl.program_id(1)
     kv_head = (head // group).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
@@ -380,6 +478,11 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        peak = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        total += 1.0
+    if RING:
+        used = tl.where(first + 1 < window, used, 0)  # else the newest of the cached tokens has left every window
 
     # Offsets inside a tile fit 32 bits and stay the same; only the scalar in front of them moves.
     keys_tile = (n * keys_slot)[:, None] * HEAD_DIM + d[None, :]
@@ -387,8 +490,14 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, used, BLOCK_N):
         slot = tl.cast(start, tl.int64)
         in_n = start + n < used
-        weight = tl.load(degree_ptr + kv_head * degree_head + slot * degree_slot + n * degree_slot, in_n, other=0.0)
-        taken = weight > 0.0
+        if RING:
+            age = next_slot - start - n  # how many tokens before query 0
+            age = tl.where(age > 0, age, age + window)
+            bias, taken, seen = 0.0, in_n, in_n[None, :] & (m[:, None] + age[None, :] < window)
+        else:
+            weight = tl.load(degree_ptr + kv_head * degree_head + slot * degree_slot + n * degree_slot, in_n, other=0.0)
+            taken = weight > 0.0
+            bias, seen = tl.log2(weight)[None, :], taken[None, :]
         k_mask = in_n[:, None] if BLOCK_D == HEAD_DIM else in_n[:, None] & in_d
         # Not tl.where as in decode: wgmma takes V from shared memory, just as it was loaded.
         v_mask = taken[:, None] if BLOCK_D == HEAD_DIM else taken[:, None] & in_d
@@ -396,31 +505,62 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         v_tile = values_ptr + (kv_head * values_head + slot * values_slot) * HEAD_DIM + values_tile
         k = tl.load(k_tile, mask=k_mask, other=0.0)
         v = tl.load(v_tile, mask=v_mask, other=0.0)
-        bias, seen = tl.log2(weight)[None, :], taken[None, :]
-        acc, peak, total = _attend_tile(acc, peak, total, q, k, v, bias, seen, scale)
+        acc, peak, total = _attend_tile(acc, peak, total, q, k, v, bias, seen, scale, softcap, SOFTCAP)
 
     k_tile = (n * k_step)[:, None] * HEAD_DIM + d[None, :]
     v_tile = (n * v_step)[:, None] * HEAD_DIM + d[None, :]
-    for start in range(0, tl.minimum(first + BLOCK_M, steps), BLOCK_N):
+    oldest = 0
+    if RING:
+        oldest = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N  # the tile of the first query's oldest token
+    for start in range(oldest, tl.minimum(first + BLOCK_M, steps), BLOCK_N):
         token = tl.cast(start, tl.int64)
         in_n = (start + n < steps)[:, None]
         mask = in_n if BLOCK_D == HEAD_DIM else in_n & in_d
         k = tl.load(k_ptr + (kv_head * k_head + token * k_step) * HEAD_DIM + k_tile, mask=mask, other=0.0)
         v = tl.load(v_ptr + (kv_head * v_head + token * v_step) * HEAD_DIM + v_tile, mask=mask, other=0.0)
         seen = (start + n)[None, :] <= m[:, None]
-        acc, peak, total = _attend_tile(acc, peak, total, q, k, v, 0.0, seen, scale)
+        if RING:
+            seen &= m[:, None] - (start + n)[None, :] < window
+        acc, peak, total = _attend_tile(acc, peak, total, q, k, v, 0.0, seen, scale, softcap, SOFTCAP)
 
     out_rows = m.to(tl.int64) * heads + head
-    acc = acc / total[:, None]  # a query sees itself at least
+    acc = (
+        acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    )  # a query sees itself, but rows past the last may see nothing
     tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=in_md)
+
+
+class Variant(NamedTuple):
+    """What a layer asks of the kernels: their flags of the same names."""
+
+    ring: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+    @property
+    def suffix(self) -> str:
+        return "".join(f"-{name}" for name, asked in self._asdict().items() if asked)
 
 
 def builds() -> list[Build]:
     """Return every specialisation that ships: all kernels in all dtypes and the head sizes of common models.
 
-    The decode kernel serves groups of up to 16 query heads; a larger one is compiled on first use.
+    Caps and sinks ship in bfloat16, for the head sizes that models have them with, and rings in float32 for two sizes.
+    The decode kernel serves groups of up to 16 query heads. What is beyond that is compiled on first use.
     """
     return [build for dtype in POINTERS for dim in HEAD_DIMS for build in _builds(dtype, dim)]
+
+
+def _variants(dtype: torch.dtype, dim: int) -> Iterator[Variant]:
+    yield Variant()
+    if dtype != torch.float32 or dim in (64, 128):
+        yield Variant(ring=True)
+    if dtype == torch.bfloat16:
+        for ring in (False, True):
+            if dim == 64:
+                yield Variant(ring, sinks=True)
+            elif dim >= 128:
+                yield Variant(ring, softcap=True)
 
 
 def _builds(dtype: torch.dtype, dim: int) -> Iterator[Build]:
@@ -429,14 +569,25 @@ def _builds(dtype: torch.dtype, dim: int) -> Iterator[Build]:
     decode, extend = decode_blocks(dim, dtype.itemsize), extend_blocks(dim, dtype.itemsize)
     head = {"HEAD_DIM": dim, "BLOCK_D": decode.d}
     scratch = {"partial_ptr": "*fp32", "lse_ptr": "*fp32"}
-    for split in (False, True):
+    for variant in _variants(dtype, dim):
+        known = _KNOWN if variant.ring else _KNOWN | {"degree_ptr": "*fp32"}
+        flags = {flag.upper(): asked for flag, asked in variant._asdict().items()}
+        for split in (False, True):
+            yield Build(
+                f"decode{'-split' if split else ''}{variant.suffix}-{name}",
+                _decode_kernel,
+                signature(_decode_kernel, known | (scratch if split else {}), pointer),
+                head | {"BLOCK_G": decode.m, "BLOCK_N": decode.n, "SPLIT": split} | flags,
+                decode.num_warps,
+                decode.num_stages,
+            )
         yield Build(
-            f"decode{'-split' if split else ''}-{name}",
-            _decode_kernel,
-            signature(_decode_kernel, _KNOWN | (scratch if split else {}), pointer),
-            head | {"BLOCK_G": decode.m, "BLOCK_N": decode.n, "SPLIT": split},
-            decode.num_warps,
-            decode.num_stages,
+            f"extend{variant.suffix}-{name}",
+            _extend_kernel,
+            signature(_extend_kernel, known, pointer),
+            head | {"BLOCK_M": extend.m, "BLOCK_N": extend.n} | flags,
+            extend.num_warps,
+            extend.num_stages,
         )
     yield Build(
         f"combine-{name}",
@@ -445,12 +596,4 @@ def _builds(dtype: torch.dtype, dim: int) -> Iterator[Build]:
         head | {"BLOCK_S": COMBINE.n},
         COMBINE.num_warps,
         COMBINE.num_stages,
-    )
-    yield Build(
-        f"extend-{name}",
-        _extend_kernel,
-        signature(_extend_kernel, _KNOWN, pointer),
-        head | {"BLOCK_M": extend.m, "BLOCK_N": extend.n},
-        extend.num_warps,
-        extend.num_stages,
     )

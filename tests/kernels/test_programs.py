@@ -25,9 +25,9 @@ def launches(monkeypatch):
     def counted(module, name):
         run = getattr(module, name)
 
-        def wrapper(*args):
+        def wrapper(*args, **options):
             counts[name] = counts.get(name, 0) + 1
-            return run(*args)
+            return run(*args, **options)
 
         monkeypatch.setattr(module, name, wrapper)
 
