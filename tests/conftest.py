@@ -8,7 +8,9 @@ import torch
 from ckv_compile.passes.canonicalize_attention import canonicalize_attention
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -31,6 +33,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 24}),
     "qwen2": (Qwen2Config, {"num_key_value_heads": 1}),
     "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "gemma2": (Gemma2Config, {"head_dim": 16, "sliding_window": 20}),  # score caps; windows in layers 0 and 2
+    "gpt-oss": (GptOssConfig, {"head_dim": 8, "sliding_window": 20, "num_local_experts": 4}),  # learned sinks; likewise
     "gemma3": (
         Gemma3TextConfig,
         {
