@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
+from torch.fx.graph_module import _get_attr
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -82,6 +83,7 @@ def reexport(graph: GraphModule, input_ids: Tensor, state: CacheState) -> GraphM
 def _to_module(program: ExportedProgram) -> GraphModule:
     """Unlift a program into a GraphModule with plain positional arguments and without export's metadata asserts."""
     module = program.module(check_guards=False)
+    _unwrap_weights(module)
     graph = GraphModule(module, module.graph)  # a plain module: export's own refuses train() and eval()
     # Parameters of its own on the same storage: to cast or move the original gives that one new storage, and must not
     # change what a compiled program reads.
@@ -101,6 +103,25 @@ def _to_module(program: ExportedProgram) -> GraphModule:
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def _unwrap_weights(module: GraphModule) -> None:
+    """Give the graph the plain tensors that it reads of a quantised weight, such as `qdata` and `scale`.
+
+    Export has traced through the tensor subclass, which no node of the graph needs then.
+    """
+    inner_tensor = torch.ops.export.access_subclass_inner_tensor.default
+    for node in module.graph.find_nodes(op="call_function", target=inner_tensor):
+        weight, name = node.args
+        owner, _, leaf = weight.target.rpartition(".")
+        inner = getattr(_get_attr(module, weight.target), name)
+        module.get_submodule(owner).register_parameter(f"{leaf}_{name}", nn.Parameter(inner, requires_grad=False))
+        with module.graph.inserting_before(node):
+            plain = module.graph.get_attr(f"{weight.target}_{name}")
+        plain.meta = dict(node.meta)
+        node.replace_all_uses_with(plain)
+        module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
 
 
 def _foreign_state(model: nn.Module) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 
@@ -76,9 +77,15 @@ def llama_8b() -> LlamaConfig:
 
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of weights that one decode step reads; an embedding that is not tied to the head is only looked up."""
-    total: int = sum(parameter.nbytes for parameter in model.parameters())  # a tied weight comes once
+    total = sum(_stored_bytes(parameter) for parameter in model.parameters())  # a tied weight comes once
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return total if embedding is head else total - int(embedding.nbytes)
+    return total if embedding is head else total - _stored_bytes(embedding)
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes that a tensor holds: a quantised one says `nbytes` of the dtype it computes in."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return sum(_stored_bytes(getattr(tensor, name)) for name in flatten()[0]) if flatten else int(tensor.nbytes)
 
 
 def shape_of(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> Shape:
