@@ -144,17 +144,21 @@ def _attention_node(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' attention interface calls in place of an attention of its own.
 
-    A sliding window comes as an argument too, which is ignored: the mask says it, and is proven.
+    A sliding window comes as an argument too, which is ignored: the mask says it, and is proven. Any other tensor may
+    choose what a token sees in place of the mask, as the indices of sparse attention do.
     """
     name = type(module).__name__
     if dropout > 0.0:
         raise UnsupportedModelError(f"{name} has attention dropout with p={dropout}: call model.eval() first")
     if position_bias is not None:
         raise UnsupportedModelError(f"{name} adds a position bias to its scores, which no cache of centroids can hold")
+    for argument, given in others.items():
+        if isinstance(given, Tensor) and argument != "position_ids":
+            raise UnsupportedModelError(f"{name} gives its attention `{argument}`, beside a mask: sparse attention?")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and not causal:
         raise UnsupportedModelError(f"{name} is not causal: every token sees the later ones")

@@ -85,7 +85,9 @@ class CKVConfig:
         Raises:
             ConfigError: if a float budget has no context to be a fraction of, or gives too few slots.
         """
-        max_context = self.max_context if self.max_context is not None else max_position_embeddings
+        max_context = self.max_context
+        if max_context is None and (max_position_embeddings or 0) > 0:  # -1 where there is no end
+            max_context = max_position_embeddings
         budget = self.budget
         if isinstance(budget, float):
             if max_context is None:

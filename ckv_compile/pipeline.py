@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ckv_compile.cache import CacheShape, CacheState
 from ckv_compile.capture import capture, reexport
@@ -82,11 +82,13 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
     """
     graph = capture(model)
     vocabulary, positions = table_limits(graph)
+    positioned = any(node.users for node in graph.graph.nodes if node.name == "position_ids")
     layers, context = None, config.max_context
     if isinstance(model, PreTrainedModel):
         text_config = model.config.get_text_config(decoder=True)
         layers = text_config.num_hidden_layers
-        context = max(filter(None, (context, getattr(text_config, "max_position_embeddings", None))), default=None)
+        own_context = getattr(text_config, "max_position_embeddings", None) or 0  # -1 where there is no end
+        context = max(context or 0, own_context, 0) or None
     tokens = min(_CHECK_PROMPT + _CHECK_STEPS, config.capacity - 1)  # no compaction
     device = next(model.parameters()).device
     ids = torch.arange(tokens, device=device)[None] * 7 % vocabulary
@@ -95,6 +97,8 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
     results = run_passes(graph, [functools.partial(canonicalize_attention, layers=layers, context=context)])
     with _as_pass("insert_cached_attention", results):
         shape = cache_shape(graph)
+    if isinstance(model, PreTrainedModel):
+        _check_own_windows(model, shape, context)
     if shape.window > config.schedule.budget:
         log.warning(
             "%d sliding-window layers keep all %d tokens of their window, more than budget=%d: windows stay exact",
@@ -112,11 +116,25 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
         ],
         before=results,
     )
-    _check_equivalence(graph, shape, config.capacity, ids, expected)
+    _check_equivalence(graph, shape, config.capacity, ids, expected, positioned)
     return Rewritten(graph, shape, vocabulary, positions, results)
 
 
-def _check_equivalence(graph: GraphModule, shape: CacheShape, capacity: int, ids: Tensor, expected: Tensor) -> None:
+def _check_own_windows(model: PreTrainedModel, shape: CacheShape, context: int | None) -> None:
+    """Refuse a model whose own cache forgets tokens that its masks let it see: its text depends on the cache then."""
+    layers = DynamicCache(config=model.config).layers
+    windows = [layer.sliding_window for layer in layers if getattr(layer, "is_sliding", False)]
+    if not shape.window_layers and any(context is None or window < context for window in windows):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a sliding window of {windows[0]} tokens in its config, but none in its masks: "
+            "with transformers' own cache it forgets what it sees without; set config.sliding_window to the longest "
+            "context"
+        )
+
+
+def _check_equivalence(
+    graph: GraphModule, shape: CacheShape, capacity: int, ids: Tensor, expected: Tensor, positioned: bool
+) -> None:
     """Compare a short prefill and a few decode steps of the rewritten graph with the captured one's logits.
 
     Passes look at attention only. A model with another path between tokens (a convolution, a recurrent state, positions
@@ -131,9 +149,13 @@ def _check_equivalence(graph: GraphModule, shape: CacheShape, capacity: int, ids
     error = float((torch.cat(logits, dim=1) - expected[:, prompt - 1 :]).abs().max() / expected.abs().max())
     # A few units of the last place for every layer; what this looks for is of the size of the logits.
     if not error < 4 * (shape.layers + shape.window_layers) * torch.finfo(shape.dtype).eps + 1e-3:
+        cause = (
+            "tokens of this model see each other by another way than attention over position_ids, such as a convolution"
+        )
+        if not positioned:
+            cause = "this model does not read position_ids: its positions are counted from its own cache"
         raise UnsupportedModelError(
-            f"the rewritten graph does not decode what the model computes (logits differ by {error:.1%}): tokens of "
-            "this model see each other by another way than attention over position_ids, such as a convolution"
+            f"the rewritten graph does not decode what the model computes (logits differ by {error:.1%}): {cause}"
         )
 
 

@@ -220,7 +220,7 @@ def test_max_context_goes_before_the_models_context() -> None:
 
 def test_an_int_budget_resolves_to_itself_with_or_without_a_context() -> None:
     config = CKVConfig(budget=512, interval=32)
-    assert config.resolve(None) == config
+    assert config.resolve(None) == config.resolve(-1) == config
     assert config.resolve(4096) == dataclasses.replace(config, max_context=4096)
 
 
