@@ -134,7 +134,8 @@ def table_limits(graph: GraphModule) -> tuple[int, int | None]:
             continue
         rows, cone = tensor_meta(table).shape[dim], ancestors(index)
         read = {source for source in limits if any(source is n or _reads(n, source) for n in cone)}
-        if len(read) == 1 and isinstance(rows, int) and not any(n.op == "get_attr" for n in cone):
+        tables = any(n.op == "get_attr" and tensor_meta(n).numel() > 1 for n in cone)
+        if len(read) == 1 and isinstance(rows, int) and not tables:
             limits[read.pop()].append(rows - int(evaluate(graph, index, feed).max()))
     vocabulary = min(limits[input_ids], default=0)
     if not vocabulary:

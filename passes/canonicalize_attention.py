@@ -3,6 +3,8 @@
     sdpa(q, repeat_kv(k), repeat_kv(v), mask)      ->  ckv::attention(q, k, v, None, None, scale)
     ckv::attention(q, k, v, mask, sinks, scale, c)  ->  ckv::attention(q, k, v, None, sinks, scale, c, window)
 
+Keys and values of different head sizes (latent attention) get zeros up to the larger one, which changes no score.
+
 The mask is not trusted: it is computed for concrete lengths and compared with the causal mask and with sliding windows.
 A graph whose attention is anything else is refused.
 """
@@ -11,6 +13,7 @@ import math
 import re
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.graph_module import _get_attr
@@ -53,7 +56,7 @@ def canonicalize_attention(graph: GraphModule, layers: int | None = None, contex
 
     Args:
         graph: the graph to change.
-        layers: attention layers of the model, if known; as many attention nodes must be there.
+        layers: attention layers of the model, if known; at least as many attention nodes must be there.
         context: longest context of the model, if known; a window of at least as many tokens counts as none.
 
     Raises:
@@ -64,7 +67,7 @@ def canonicalize_attention(graph: GraphModule, layers: int | None = None, contex
         if node.target in _DROPOUTS and (node.args[2:] or (node.kwargs.get("train", True),))[0] and node.args[1] > 0.0:
             raise fault(node, "no dropout", f"dropout with p={node.args[1]}: call model.eval() first")
     sites = [node for node in graph.graph.nodes if node.target in ATTENTION_TARGETS]
-    if not sites or layers not in (None, len(sites)):
+    if len(sites) < (layers or 1):  # more where a layer runs several times or calls attention twice
         raise _miscounted(graph, sites, layers)
     proven: dict[Node, int] = {}
     for node in sites:
@@ -79,13 +82,29 @@ def canonicalize_attention(graph: GraphModule, layers: int | None = None, contex
         if kv_heads != tensor_meta(v).shape[1] or heads % kv_heads:
             raise fault(node, "KV heads that divide the query heads", f"{heads} query and {kv_heads} key heads")
         scale = dim**-0.5 if given.scale is None else given.scale
+        value_dim = tensor_meta(v).shape[3]
         with graph.graph.inserting_before(node):
+            q, k, v = (_padded(graph, tensor, max(dim, value_dim)) for tensor in (q, k, v))
             canonical = graph.graph.call_function(attention, (q, k, v, None, given.sinks, scale, given.softcap, window))
-        canonical.meta = dict(node.meta)
-        node.replace_all_uses_with(canonical)
+            canonical.meta = node.meta | {"val": tensor_meta(q)}
+            out = canonical
+            if value_dim < dim:
+                out = graph.graph.call_function(_aten.slice.Tensor, (canonical, 3, 0, value_dim))
+                out.meta = dict(node.meta)
+        node.replace_all_uses_with(out)
         graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     return len(sites)
+
+
+def _padded(graph: GraphModule, node: Node, size: int) -> Node:
+    """Zeros behind the last dimension of [B, H, S, D], up to D = size."""
+    missing = size - int(tensor_meta(node).shape[3])
+    if not missing:
+        return node
+    padded = graph.graph.call_function(_aten.constant_pad_nd.default, (node, [0, missing]))
+    padded.meta = node.meta | {"val": F.pad(tensor_meta(node), (0, missing))}
+    return padded
 
 
 def _miscounted(graph: GraphModule, sites: list[Node], layers: int | None) -> PassError:

@@ -33,6 +33,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 MIXED = ["sliding_attention", "full_attention"]
+BART = {"d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 6, "decoder_ffn_dim": 96, "encoder_layers": 2}
+MLA = {  # keys of 16, values of 8
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 6,
+}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 FAMILIES = {
     "llama": GQA | {"rope_parameters": LLAMA3_ROPE},
@@ -69,6 +78,10 @@ FAMILIES = {
     "starcoder2": GQA | {"sliding_window": None},
     "glm4": GQA | {"head_dim": 8},
     "nemotron": GQA,
+    "deepseek_v3": MLA
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "diffllama": {"num_key_value_heads": 2},  # every layer attends twice
     "exaone4": GQA | {"sliding_window": 16, "layer_types": MIXED},
 }
 
@@ -178,11 +191,9 @@ def test_a_module_without_positions_is_refused():
             r"module transformer\.h\.0\.self_attention: .*a bias that depends on distance",
         ),
         ("mamba", {}, r"where backbone\.layers\.0\.mixer \(MambaMixer\) mixes tokens by a convolution"),
-        (
-            "deepseek_v3",
-            {},
-            r"module model\.layers\.0\.self_attn: expected keys and values of one head size, found 192",
-        ),  # MLA
+        ("moshi", {"sliding_window": 16}, "a sliding window of 16 tokens in its config, but none in its masks"),
+        ("bart", BART, "logits differ .* its positions are counted from its own cache"),
+        ("deepseek_v32", MLA, "DeepseekV32Attention gives its attention `indices`, beside a mask"),
         (
             "llama4_text",
             GQA | {"attention_chunk_size": 16, "interleave_moe_layer_step": 9, "head_dim": 8},

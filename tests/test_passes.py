@@ -130,6 +130,31 @@ def test_causal_masks_of_other_makes_are_proven_and_removed(module):
     torch.testing.assert_close(graph(ids, positions)[0], expected)
 
 
+@pytest.mark.parametrize(("keys", "values"), [(8, 3), (3, 8)])
+def test_keys_and_values_of_different_sizes_get_zeros(keys, values):
+    class TwoSizes(OneLayer):
+        def attend(self, q, k, v, mask):
+            out = super().attend(q[..., :keys], k[..., :keys], v[..., :values], mask)
+            return F.pad(out, (0, 8 - values))
+
+    graph = trace(TwoSizes(is_causal=True, enable_gqa=True))
+    ids, positions = torch.arange(20)[None] % 32, torch.arange(20)[None]
+    expected = graph(ids, positions)[0]
+    run_canonical(graph)
+    assert cache_shape(graph).head_dim == 8
+    torch.testing.assert_close(graph(ids, positions)[0], expected)
+
+
+def test_a_layer_may_attend_more_than_once():
+    class Twice(OneLayer):
+        def attend(self, q, k, v, mask):
+            return super().attend(q, k, v, mask) - super().attend(k.repeat(1, 2, 1, 1), k, v, mask)
+
+    graph = trace(Twice(is_causal=True, enable_gqa=True))
+    assert canonicalize_attention(graph, layers=1) == 2
+    assert cache_shape(graph).layers == 2
+
+
 class Window(OneLayer):
     def mask(self, input_ids, position_ids):
         near = position_ids[0][:, None] - position_ids[0][None, :]
@@ -404,7 +429,14 @@ def test_the_ends_of_tables_are_found():
             self.where = position_ids
             return super().forward(input_ids, position_ids)
 
+    class Placeholders(OneLayer):  # as of images
+        def forward(self, input_ids, position_ids):
+            ids = input_ids.clone()
+            ids[input_ids == 40] = 0
+            return super().forward(ids, position_ids)
+
     assert table_limits(trace(Learned())) == (32, 50)
+    assert table_limits(trace(Placeholders(is_causal=True, enable_gqa=True))) == (32, None)
     assert table_limits(capture(tiny_model())) == (128, None)
 
 
