@@ -44,7 +44,8 @@ class _Logits(nn.Module):
 def capture(model: nn.Module) -> GraphModule:
     """Trace a causal LM into a graph of (input_ids [B, S], position_ids [B, S]) -> (logits [B, S, vocab],).
 
-    B and S are dynamic. The graph holds the model's own parameters, not copies; the model is left as it was.
+    B and S are dynamic. The graph holds the model's own parameters, not copies; the model is left as it was. Where the
+    model takes another path for long inputs, `meta["longest"]` is the longest one that the graph is true for.
 
     Args:
         model: a Hugging Face causal LM, or a module of forward(input_ids, position_ids) -> logits.
@@ -71,7 +72,23 @@ def capture(model: nn.Module) -> GraphModule:
             f"{error}); ckv_compile takes decoder-only models whose forward(input_ids, position_ids) is traceable "
             "without a cache"
         ) from error
-    return _to_module(program)
+    shortest, longest = _traced_lengths(program)
+    if shortest > 2:
+        raise UnsupportedModelError(f"{type(model).__name__} takes another path for fewer than {shortest} tokens")
+    graph = _to_module(program)
+    graph.meta["longest"] = longest
+    return graph
+
+
+def _traced_lengths(program: ExportedProgram) -> tuple[int, int | None]:
+    """The sizes of the inputs that a trace holds for: a branch on a size is traced on one side only."""
+    inputs = [node for node in program.graph.nodes if node.name in ("input_ids", "position_ids")]
+    sizes = [size for node in inputs for size in node.meta["val"].shape if isinstance(size, torch.SymInt)]
+    ranges = [
+        program.range_constraints[size.node.expr] for size in sizes if size.node.expr in program.range_constraints
+    ]
+    ends = [int(each.upper) for each in ranges if each.upper < 2**31]
+    return max((int(each.lower) for each in ranges), default=0), min(ends, default=None)
 
 
 def reexport(graph: GraphModule, input_ids: Tensor, state: CacheState) -> GraphModule:

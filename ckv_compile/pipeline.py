@@ -82,6 +82,7 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
     """
     graph = capture(model)
     vocabulary, positions = table_limits(graph)
+    positions = min(filter(None, (positions, graph.meta["longest"])), default=None)
     positioned = any(node.users for node in graph.graph.nodes if node.name == "position_ids")
     layers, context = None, config.max_context
     if isinstance(model, PreTrainedModel):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import tiny_model
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -72,3 +73,22 @@ def test_the_attention_is_restored_when_the_capture_fails(monkeypatch):
     assert model.config._attn_implementation == "eager"
     assert "ckv" not in AttentionInterface._global_mapping
     assert "ckv" not in AttentionMaskInterface._global_mapping
+
+
+class Branches(nn.Module):
+    """A decoder without attention that takes another path from some length on."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.embed, self.head = length, nn.Embedding(32, 8), nn.Linear(8, 32)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        return self.head(-hidden if input_ids.shape[1] > self.length else hidden)
+
+
+def test_a_branch_on_the_length_is_found():
+    assert capture(Branches(64)).meta["longest"] == 64
+    assert capture(tiny_model()).meta["longest"] is None
+    with pytest.raises(UnsupportedModelError, match="another path for fewer than 9 tokens"):
+        capture(Branches(8))
