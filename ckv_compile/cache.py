@@ -154,9 +154,9 @@ class ClusteredCache(Cache):  # type: ignore[misc]
             InputError: if that many cannot be taken back; the cache is then as it was.
         """
         self.check_whole()
+        if not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
+            raise InputError(f"crop({tokens_to_remove!r}): pass minus the number of tokens to take back, an int")
         count, state = -tokens_to_remove, self.state
-        if count < 0:
-            raise InputError(f"crop({tokens_to_remove}): pass minus the number of tokens to take back")
         fills, positions = state.fill.tolist(), state.position.tolist()
         if self.batch_size > 1 and set(positions) != {self.columns}:
             raise InputError(
@@ -178,7 +178,7 @@ class ClusteredCache(Cache):  # type: ignore[misc]
             state.degree[b, :, :, max(0, fill - count) : fill] = 0.0
         state.fill.sub_(count).clamp_(min=0)
         state.position.sub_(count)
-        self.columns -= count
+        self.columns = self.columns - count if any(position > count for position in positions) else 0
 
     def check_whole(self) -> None:
         """Refuse to go on from a step that was interrupted.

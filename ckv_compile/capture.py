@@ -7,6 +7,7 @@ The only patches of this package live here; each is undone when the capture ends
 """
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ _INTERFACE = "ckv"
 _EXAMPLE_BATCH, _EXAMPLE_STEPS = 2, 16
 
 
-class _Logits(nn.Module):
+class Logits(nn.Module):
     """The part of a causal LM that is traced: token ids and true positions in, logits out, no cache."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,14 +54,19 @@ def capture(model: nn.Module) -> GraphModule:
     Raises:
         UnsupportedModelError: if torch.export cannot trace the model.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     ids = torch.zeros(_EXAMPLE_BATCH, _EXAMPLE_STEPS, dtype=torch.int64, device=device)
     positions = torch.arange(_EXAMPLE_STEPS, device=device).repeat(_EXAMPLE_BATCH, 1)
     both = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
-    wrapper = _Logits(model)
+    wrapper = Logits(model)
     wrapper.training = model.training  # not train(): that would reach into the model
     try:
-        with _attention_nodes(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with (
+            _left_as_it_was(model),
+            _attention_nodes(model),
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
             program = torch.export.export(
                 wrapper, (ids, positions), dynamic_shapes={"input_ids": both, "position_ids": both}, strict=False
             )
@@ -78,6 +84,25 @@ def capture(model: nn.Module) -> GraphModule:
     graph = _to_module(program)
     graph.meta["longest"] = longest
     return graph
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model that lies on one."""
+    return next(itertools.chain(model.parameters(), model.buffers())).device
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward sets on its modules: while it is traced, that is a tensor without numbers."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def _traced_lengths(program: ExportedProgram) -> tuple[int, int | None]:
@@ -180,7 +205,8 @@ def _attention_node(
     if attention_mask is None and not causal:
         raise UnsupportedModelError(f"{name} is not causal: every token sees the later ones")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = ops.attention(query, key, value, attention_mask, s_aux, scale, softcap or 0.0)
+    sinks = None if s_aux is None else s_aux.to(query.dtype)  # some are kept in float32
+    out = ops.attention(query, key, value, attention_mask, sinks, scale, softcap or 0.0)
     return out.transpose(1, 2).contiguous(), None
 
 

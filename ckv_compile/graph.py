@@ -31,7 +31,6 @@ class Attention(NamedTuple):
     dropout: float
     is_causal: bool
     scale: float | None
-    enable_gqa: bool
     sinks: Node | None
     softcap: float
     window: int
@@ -46,7 +45,8 @@ def attention_arguments(node: Node) -> Attention:
     given |= {keywords.get(name, name): value for name, value in node.kwargs.items()}
     # Ours is causal unless a mask says otherwise.
     defaults = {"mask": None, "dropout": 0.0, "is_causal": is_ours and given.get("mask") is None, "scale": None}
-    defaults |= {"enable_gqa": is_ours, "sinks": None, "softcap": 0.0, "window": 0}
+    defaults |= {"sinks": None, "softcap": 0.0, "window": 0}
+    given.pop("enable_gqa", None)  # the shapes say it
     return Attention(**(defaults | given))
 
 
@@ -94,6 +94,8 @@ def evaluate(
     def argument(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(argument(item) for item in value)
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
         return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
     for node in graph.graph.nodes:
@@ -106,8 +108,6 @@ def evaluate(
         else:
             args = map_arg(tuple(argument(value) for value in node.args), lambda n: values[n])
             kwargs = map_arg({name: argument(value) for name, value in node.kwargs.items()}, lambda n: values[n])
-            if "device" in kwargs:
-                kwargs = {**kwargs, "device": torch.device("cpu")}
             values[node] = node.target(*args, **kwargs)
     result = values[target]
     assert isinstance(result, Tensor)

@@ -38,19 +38,19 @@ def check_range(input_ids: Tensor, vocabulary: int) -> None:
 
 
 def check_positions(needed: int, limit: int | None) -> None:
-    """Refuse to go on behind the last position that a model has learned.
+    """Refuse to go on behind the last position that a model has.
 
     Args:
         needed: positions of the longest row.
-        limit: positions of the model; None if they do not end, as with RoPE.
+        limit: positions of the model, learned or in a table; None if they do not end.
 
     Raises:
         InputError: if it has fewer.
     """
     if limit is not None and needed > limit:
         raise InputError(
-            f"{needed} tokens in a row; this model has learned {limit} positions and no more: use a shorter prompt or "
-            "a smaller max_new_tokens, or a model with rotary positions"
+            f"{needed} tokens in a row; this model has positions for {limit} and no more: use a shorter prompt or a "
+            "smaller max_new_tokens"
         )
 
 

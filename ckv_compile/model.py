@@ -28,6 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ckv_compile import snapshot
 from ckv_compile.cache import CacheState, ClusteredCache
+from ckv_compile.capture import device_of
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import (
     CKVError,
@@ -98,7 +99,7 @@ def transform(
     _check_model(model)
     text_config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     config = config.resolve(getattr(text_config, "max_position_embeddings", None))
-    with _programs_run_on(next(model.parameters()).device):
+    with _programs_run_on(device_of(model)):
         rewritten = rewrite(model, config)
     return CKVForCausalLM(model, rewritten, config, mode)
 
@@ -183,21 +184,23 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             InputError: if the file is of another format, model or configuration.
         """
         config = self.ckv_config
-        cache = snapshot.load(path, self._fingerprint, self.cache_shape, config.schedule, config.capacity)
-        if cache.batch_size > config.max_batch_size:
-            raise InputError(
-                f"{path} holds {cache.batch_size} rows; this model was transformed for {config.max_batch_size}"
-            )
-        return cache
+        return snapshot.load(
+            path, self._fingerprint, self.cache_shape, config.schedule, config.capacity, config.max_batch_size
+        )
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        """What tells this model from others of its shape: a hash of some numbers of every parameter."""
+        """What tells this model from others of its shape: a checksum and some numbers of every weight and buffer."""
         digest = hashlib.sha256()
-        for name, parameter in self.graph.named_parameters():
-            flat = parameter.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // 16)][:16].to(torch.float64).cpu()
-            digest.update(f"{name} {tuple(parameter.shape)} {sample.tolist()}".encode())
+        for name, tensor in (*self.graph.named_parameters(), *self.graph.named_buffers()):
+            flat = tensor.detach().contiguous().flatten()
+            integers = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+            # A sum of integers is the same in any order; the sample tells permutations apart.
+            where = torch.randint(
+                max(1, len(flat)), (min(len(flat), 1000),), generator=torch.Generator().manual_seed(0)
+            )
+            sample = integers[where.to(integers.device)].tolist()
+            digest.update(f"{name} {tuple(tensor.shape)} {int(integers.sum(dtype=torch.int64))} {sample}".encode())
         return digest.hexdigest()
 
     def warm_up(self, batch_size: int = 1) -> None:
@@ -430,10 +433,10 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         length = min(
             criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)
         )
-        if self._rewritten.positions is not None:  # the last token of the longest row is not fed back
+        if self._rewritten.positions is not None:
             mask = model_kwargs.get("attention_mask")
-            padding = 0 if mask is None else int((mask == 0).sum(dim=1).min())
-            check_positions(length - 1 - padding, self._rewritten.positions)
+            known = input_ids.shape[1] if mask is None else int(mask.sum(dim=1).max())  # of the longest row
+            check_positions(known + length - input_ids.shape[1] - 1, self._rewritten.positions)  # the last is not fed
         step = self._decode_step(cache, sampler)  # before the prefill: whatever fails should not come after it
         logits = self._prefill(input_ids, generation_config, model_kwargs).logits
         with _programs_run_on(self.device):
@@ -492,6 +495,11 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             )
         if not generation_config.use_cache:
             raise InputError("use_cache=False is not supported: the clustered cache is what this model generates with")
+        if generation_config.prefill_chunk_size is not None:
+            raise InputError(
+                f"prefill_chunk_size={generation_config.prefill_chunk_size} cuts columns, padding included, and is not "
+                "supported: pass prefill_chunk= to transform()"
+            )
         if generation_config.cache_implementation is not None:
             raise InputError(
                 f"cache_implementation={generation_config.cache_implementation!r} is not supported: "
@@ -520,6 +528,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 def _shown(progress: bool | Progress) -> Iterator[Progress | None]:
     """What `generate(progress=...)` asks for, as a function of the tokens that are done and their number."""
     if not isinstance(progress, bool):
+        if not callable(progress):
+            raise InputError(f"progress={progress!r}: pass True, False, or a function of two numbers of tokens")
         yield progress
         return
     if not progress:
@@ -530,6 +540,8 @@ def _shown(progress: bool | Progress) -> Iterator[Progress | None]:
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
+            if done == total:
+                bar.close()  # or the time of decoding would count
 
         yield show
 

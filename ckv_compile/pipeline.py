@@ -1,6 +1,7 @@
 """The ordered list of passes, and the programs that come out of it.
 
-    model -> capture -> canonicalize_attention -> insert_cached_attention -> slice_logits -> insert_compaction
+    model -> capture -> freeze_rotary -> canonicalize_attention -> insert_cached_attention -> slice_logits
+          -> insert_compaction
           = the rewritten graph, which runs prefill
           -> re-export at the shapes of one step -> reduce_linear -> torch.compile = the decode program
 
@@ -22,12 +23,13 @@ from torch.fx import GraphModule
 from transformers import DynamicCache, PreTrainedModel
 
 from ckv_compile.cache import CacheShape, CacheState
-from ckv_compile.capture import capture, reexport
+from ckv_compile.capture import Logits, capture, device_of, reexport
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, PassError, UnsupportedModelError
 from ckv_compile.graph import table_limits
 from ckv_compile.ops import check_kernels
 from ckv_compile.passes.canonicalize_attention import canonicalize_attention
+from ckv_compile.passes.freeze_rotary import freeze_rotary
 from ckv_compile.passes.insert_cached_attention import cache_shape, insert_cached_attention
 from ckv_compile.passes.insert_compaction import insert_compaction
 from ckv_compile.passes.reduce_linear import reduce_linear
@@ -91,13 +93,28 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
         own_context = getattr(text_config, "max_position_embeddings", None) or 0  # -1 where there is no end
         context = max(context or 0, own_context, 0) or None
     tokens = min(_CHECK_PROMPT + _CHECK_STEPS, config.capacity - 1)  # no compaction
-    device = next(model.parameters()).device
+    device = device_of(model)
     ids = torch.arange(tokens, device=device)[None] * 7 % vocabulary
-    with torch.no_grad():
-        expected = graph(ids, torch.arange(ids.shape[1], device=device)[None])[0]
-    results = run_passes(graph, [functools.partial(canonicalize_attention, layers=layers, context=context)])
+    positions_of_ids = torch.arange(tokens, device=device)[None]
+    results = run_passes(
+        graph,
+        [
+            functools.partial(freeze_rotary, context=config.max_context),
+            functools.partial(canonicalize_attention, layers=layers, context=context),
+        ],
+    )
     with _as_pass("insert_cached_attention", results):
         shape = cache_shape(graph)
+    with torch.no_grad():
+        # Where the longest context chose the frequencies, the model must have it to choose alike.
+        last = positions_of_ids + ((config.max_context or tokens) - tokens if results[0].matches else 0)
+        difference = _difference(graph(ids, last)[0], Logits(model)(ids, last), shape)
+        expected = graph(ids, positions_of_ids)[0]
+    if difference:
+        raise UnsupportedModelError(
+            f"the captured graph does not compute what {type(model).__name__} does ({difference}): if the model has an "
+            'attention function of your own, which the capture replaces, call set_attn_implementation("sdpa") first'
+        )
     if isinstance(model, PreTrainedModel):
         _check_own_windows(model, shape, context)
     if shape.window > config.schedule.budget:
@@ -147,17 +164,24 @@ def _check_equivalence(
         logits = [graph(ids[:, :prompt], *state)[0]]
         for token in ids[:, prompt:].split(1, dim=1):
             logits.append(graph(token, *state)[0])
-    error = float((torch.cat(logits, dim=1) - expected[:, prompt - 1 :]).abs().max() / expected.abs().max())
-    # A few units of the last place for every layer; what this looks for is of the size of the logits.
-    if not error < 4 * (shape.layers + shape.window_layers) * torch.finfo(shape.dtype).eps + 1e-3:
+    difference = _difference(torch.cat(logits, dim=1), expected[:, prompt - 1 :], shape)
+    if difference:
         cause = (
             "tokens of this model see each other by another way than attention over position_ids, such as a convolution"
         )
         if not positioned:
             cause = "this model does not read position_ids: its positions are counted from its own cache"
         raise UnsupportedModelError(
-            f"the rewritten graph does not decode what the model computes (logits differ by {error:.1%}): {cause}"
+            f"the rewritten graph does not decode what the model computes ({difference}): {cause}"
         )
+
+
+def _difference(found: Tensor, expected: Tensor, shape: CacheShape) -> str:
+    """Say how much logits differ, if that is more than rounding."""
+    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
+    # A few units of the last place for every layer; what this looks for is of the size of the logits.
+    tolerance = 4 * (shape.layers + shape.window_layers) * torch.finfo(shape.dtype).eps + 1e-3
+    return "" if error < tolerance else f"logits differ by {error:.1%}"
 
 
 def decode_program(rewritten: Rewritten, state: CacheState) -> Program:

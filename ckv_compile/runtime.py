@@ -13,6 +13,7 @@ steps that are launched before the host knows of the last end change nothing.
 """
 
 import collections
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -102,7 +103,7 @@ class Sampler:
                 return type(criterion).__name__
         return None
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """What two samplers must share to be served by one recorded step."""
         settings = [(type(processor), *sorted(_numbers(processor).items())) for processor in self.processors]
@@ -279,8 +280,8 @@ def decode_loop(
             break
         cache.broken = True
         step.run()
-        cache.broken = False
         cache.columns += 1
+        cache.broken = False
     end = watch.finish() if end is None else end
     if end is not None:  # what comes after it was chosen by steps that changed nothing
         cache.columns -= count - end

@@ -33,6 +33,8 @@ from ckv_compile.ops import attention
 MASK_LENGTHS = (2, 3, 33)
 LARGEST_MASK = 1024
 """Longest mask that is computed as it is; larger numbers are proven to be windows by smaller ones in their place."""
+LONGEST_MASK = 4096
+"""Longest mask that is computed at all: a few tensors of 128 MiB."""
 STAND_INS = (19, 37)
 """What stands in for such a number."""
 NO_BOUND = 2**31
@@ -47,6 +49,16 @@ _VIEWS = (
     _aten.contiguous.default,
     _aten.clone.default,
 )
+_STEPS = (
+    _aten.floor_divide,
+    _aten.remainder,
+    _aten.fmod,
+    _aten.bitwise_right_shift,
+    _aten.bitwise_left_shift,
+    _aten.__rshift__,
+    _aten.__lshift__,
+)
+_FACTORS = (_aten.mul, _aten.div)
 _SOFTMAXES = (_aten.softmax.int, _aten._softmax.default)
 _DROPOUTS = (_aten.dropout.default, _aten.native_dropout.default, _aten.dropout_.default)
 
@@ -178,9 +190,10 @@ def _first(node: Node) -> Node:
 def _prove_window(graph: GraphModule, node: Node, given: Attention, proven: dict[Node, int]) -> int:
     """Return how many tokens a query sees, itself included and the last ones; 0 if it sees all of 0..i. Or refuse.
 
-    A mask is computed from (input_ids, position_ids) for several lengths: a few short ones, and two more than every
-    number that occurs in its computation, so that a window or a chunk of that size must show. A number too large for
-    that is replaced by two smaller ones, one after the other: what it does to the mask, it does at any size.
+    A mask is computed from (input_ids, position_ids) for several lengths: a few short ones, two more than every number
+    that occurs in its computation, so that a window or a chunk of that size must show, and a long one, beyond the
+    product of any two. A number too large for that is replaced by two smaller ones, one after the other: what it does
+    to the mask, it does at any size. What goes in steps (quotients, remainders, shifts) is refused.
     """
     queries, keys = tensor_meta(given.q).shape[2], tensor_meta(given.k).shape[2]
     if queries != keys:
@@ -195,20 +208,33 @@ def _prove_window(graph: GraphModule, node: Node, given: Attention, proven: dict
     if mask in proven:
         return proven[mask]
     input_ids, position_ids = (n for n in graph.graph.nodes if n.op == "placeholder")
-    lengths, large = {*MASK_LENGTHS}, set()
+    lengths, large, small, scaled, longest = {*MASK_LENGTHS}, set(), {1.0}, False, LONGEST_MASK + 2
     for ancestor in ancestors(mask):
+        packet = getattr(ancestor.target, "overloadpacket", None)
+        scaled = scaled or packet in _FACTORS
+        if packet in _STEPS or ancestor.kwargs.get("rounding_mode"):
+            raise fault(node, "a causal mask or a sliding window", f"a mask in steps or blocks, by {ancestor.target}")
         if ancestor.op == "placeholder" and ancestor not in (position_ids, input_ids):
             raise fault(node, "a mask made of positions", f"a mask that depends on the input {ancestor.name}")
         if input_ids in ancestor.all_input_nodes and ancestor.target is not _aten.sym_size.int:
             raise fault(node, "a mask made of positions", f"a mask that depends on the token ids, at {ancestor.name}")
+        if ancestor.op == "get_attr" and tensor_meta(ancestor).numel() > 64:  # a mask, which serves no longer prompt
+            longest = min(longest, *(size for size in tensor_meta(ancestor).shape if size > 1))
         for number in _numbers(graph, ancestor):
             # A reciprocal, as in distance * (1 / window), is the window too.
             for bound in (number, 1 / number if number else 0):
                 if 1 < bound < LARGEST_MASK:
                     lengths.add(math.ceil(bound) + 2)
+                    small.add(bound)
                 elif LARGEST_MASK <= bound < NO_BOUND:
                     if ancestor.op == "get_attr":
-                        raise fault(node, "a causal mask or a window", f"a mask made of a constant of size {bound:g}")
+                        size = tuple(_get_attr(graph, str(ancestor.target)).shape)
+                        raise fault(
+                            node,
+                            "a causal mask or a sliding window",
+                            f"a mask made of the constant {ancestor.target} of shape {size}, too large to look "
+                            "through: pass is_causal=True instead",
+                        )
                     large.add(number)
 
     def window_at(length: int, offset: int, replaced: float = 0.0, stand_in: float = 0.0) -> int:
@@ -229,15 +255,19 @@ def _prove_window(graph: GraphModule, node: Node, given: Attention, proven: dict
                 f"a mask that is neither at a length of {length} tokens"
                 + (f" with {stand_in:g} in place of its number {replaced:g}" if replaced else "")
                 + ": a prefix, a block mask or a bias that depends on distance (ALiBi) cannot be served by a "
-                "clustered cache",
+                "clustered cache, and what is hidden must be false, or below -1e4",
             )
         return window
 
+    *_, second, factor = (1.0, *sorted(small)) if scaled else (1.0, 1.0)
+    if second * factor > LONGEST_MASK:
+        raise fault(node, "a causal mask or a sliding window", f"a mask scaled by {second:g} or {factor:g}")
+    lengths.add(min(longest, math.ceil(max(LARGEST_MASK, 2 * max(small), second * factor)) + 2))
     found = {(length, offset): window_at(length, offset) for length in sorted(lengths) for offset in (0, 5)}
     windows = {window for window in found.values() if window}
     for number in sorted(large):
         inverse = number < 1.0
-        seen = [window_at(n + 8, 0, number, 1 / n if inverse else n) for n in STAND_INS]
+        seen = [window_at(math.ceil(n * factor) + 8, 0, number, 1 / n if inverse else n) for n in STAND_INS]
         if any(seen):
             excess = {window - n for window, n in zip(seen, STAND_INS, strict=True)}
             if len(excess) > 1 or 0 in seen:
@@ -279,7 +309,7 @@ def _window(mask: Tensor, length: int) -> int | None:
     if mask.shape[-2:] != (length, length):
         return None
     if mask.dtype != torch.bool:
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        hidden = mask <= -1e4
         if not bool((hidden | (mask == 0)).all()):
             return None
         mask = ~hidden

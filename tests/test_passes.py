@@ -236,6 +236,44 @@ class LargeBlocks(Blocks):
     size = 4096
 
 
+class Strided(OneLayer):
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return (distance >= 0) & ((distance < 64) | (distance % 64 == 0))
+
+
+class WindowOfBlocks(OneLayer):
+    def mask(self, input_ids, position_ids):
+        query, key = position_ids[0][:, None], position_ids[0][None, :]
+        return (query >= key) & (query // 64 - key // 64 < 8)
+
+
+class ShiftedBlocks(OneLayer):
+    def mask(self, input_ids, position_ids):
+        query, key = position_ids[0][:, None], position_ids[0][None, :]
+        return (query >= key) & (query >> 9 == key >> 9)
+
+
+class Gap(OneLayer):
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return (distance >= 0) & ((distance < 20) | (distance > 700))
+
+
+class ScaledWindow(OneLayer):
+    """Of 600 tokens, which no number says."""
+
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return (distance >= 0) & (distance * 0.5 < 300)
+
+
+class ScaledLargeWindow(OneLayer):
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return (distance >= 0) & (distance * 0.5 < 3000)
+
+
 class Distance(OneLayer):
     """ALiBi."""
 
@@ -254,6 +292,7 @@ class Distance(OneLayer):
         (LargeWindow(enable_gqa=True), 32768),
         (LargeWindowInFloat(enable_gqa=True), 8192),
         (TwoWindows(enable_gqa=True), 90),
+        (ScaledWindow(enable_gqa=True), 600),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
@@ -290,8 +329,13 @@ class Prefix(OneLayer):
     [
         (Prefix(), "a learned prefix"),
         (Bidirectional(enable_gqa=True), "a mask that is neither at a length of 2 tokens"),
-        (Blocks(enable_gqa=True), "a mask that is neither at a length of 42 tokens"),
-        (LargeBlocks(enable_gqa=True), "a length of 27 tokens with 19 in place of its number 4096"),
+        (Blocks(enable_gqa=True), "a mask in steps or blocks, by aten.floor_divide"),
+        (LargeBlocks(enable_gqa=True), "a mask in steps or blocks"),
+        (Strided(enable_gqa=True), "a mask in steps or blocks, by aten.remainder"),
+        (WindowOfBlocks(enable_gqa=True), "a mask in steps or blocks"),
+        (ShiftedBlocks(enable_gqa=True), "a mask in steps or blocks, by aten.__rshift__"),
+        (Gap(enable_gqa=True), "a mask that is neither at a length of 702 tokens"),
+        (ScaledLargeWindow(enable_gqa=True), "a mask that changes with its number 3000"),
         (Distance(enable_gqa=True), "a bias that depends on distance (ALiBi)"),
         (HidesToken(enable_gqa=True), "depends on the token ids"),
         (OneLayer(enable_gqa=True), "attention without a mask"),
