@@ -435,8 +435,10 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         )
         if self._rewritten.positions is not None:
             mask = model_kwargs.get("attention_mask")
-            known = input_ids.shape[1] if mask is None else int(mask.sum(dim=1).max())  # of the longest row
-            check_positions(known + length - input_ids.shape[1] - 1, self._rewritten.positions)  # the last is not fed
+            width = input_ids.shape[1]
+            # Of the longest row, cached or not; transformers keeps no mask that hides nothing, only its length.
+            known = getattr(generation_config, "_mask_length", width) if mask is None else int(mask.sum(dim=1).max())
+            check_positions(known + length - width - 1, self._rewritten.positions)  # the last token is not fed back
         step = self._decode_step(cache, sampler)  # before the prefill: whatever fails should not come after it
         logits = self._prefill(input_ids, generation_config, model_kwargs).logits
         with _programs_run_on(self.device):

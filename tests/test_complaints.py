@@ -209,7 +209,8 @@ def test_a_float_is_the_kept_share_and_an_int_a_number_of_slots():
     assert ckv_compile.CKVConfig(budget=1024).resolve(4096).budget == 1024
 
 
-# "A larger max_new_tokens recompiles"; "it is wrong after compile unless warmed up"; "slower than the full cache".
+# "A larger max_new_tokens recompiles"; "it is wrong after compile unless warmed up". Whether it is slower than the full
+# cache is for `make bench` to show, not for a test.
 
 
 def test_a_larger_max_new_tokens_compiles_nothing_anew(prompt, monkeypatch):
@@ -225,10 +226,3 @@ def test_a_larger_max_new_tokens_compiles_nothing_anew(prompt, monkeypatch):
 def test_the_first_compiled_call_is_right_without_a_warm_up(prompt):
     expected = run(transformed(), prompt(90)).sequences
     assert torch.equal(run(transformed(compile="inductor"), prompt(90)).sequences, expected)
-
-
-def test_a_decode_step_reads_a_cache_of_fixed_size_however_long_the_context_is(prompt):
-    """What makes it faster than the full cache: the work of a step. The time is measured by `make bench`."""
-    ours = transformed()
-    sizes = {tuple(cache_of(run(ours, prompt(length), 2)).state.keys.shape) for length in (10, 100, 1000)}
-    assert sizes == {(1, 3, 3, 56, 8)}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import cache_of, tiny_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckv_compile
@@ -130,13 +131,13 @@ def test_files_that_do_not_fit_are_refused(prompt, tmp_path):
     ours.save_cache(cache, file)
     with pytest.raises(ckv_compile.InputError, match=r"interval=16 \(here 8\)|capacity=56 \(here 48\)"):
         transformed(interval=8).load_cache(file)
-    other = ckv_compile.transform(
-        tiny_model().apply(lambda m: torch.nn.init.ones_(m.weight) if hasattr(m, "weight") else m),
-        compile="eager",
-        **SMALL,
-    )
-    with pytest.raises(ckv_compile.InputError, match="a model of other weights"):
-        other.load_cache(file)
+    one_number, one_swap, other_angles = tiny_model(), tiny_model(), tiny_model(rope_theta=5000.0)
+    with torch.no_grad():
+        one_number.model.layers[1].mlp.down_proj.weight[3, 7] += 1e-6
+        one_swap.model.embed_tokens.weight[:2] = one_swap.model.embed_tokens.weight[:2].flip(0)
+    for other in (one_number, one_swap, other_angles):
+        with pytest.raises(ckv_compile.InputError, match="a model of other weights"):
+            ckv_compile.transform(other, compile="eager", **SMALL).load_cache(file)
     with pytest.raises(ckv_compile.InputError, match="another model or config"):
         transformed("gemma3").save_cache(cache, file)
     file.write_bytes(file.read_bytes()[:500])
@@ -145,6 +146,17 @@ def test_files_that_do_not_fit_are_refused(prompt, tmp_path):
     save_file({"keys": torch.zeros(1)}, file)
     with pytest.raises(ckv_compile.InputError, match="holds None, not 'ckv_compile cache 1'"):
         ours.load_cache(file)
+    damaged = {"keys": lambda t: t[0, 0], "fill": lambda t: t + 100, "degree": lambda t: t.double(), "position": None}
+    for name, change in damaged.items():
+        ours.save_cache(cache, file)
+        with safe_open(file, framework="pt") as whole:
+            metadata, tensors = whole.metadata(), {key: whole.get_tensor(key) for key in cache.state._fields}
+        tensors |= {name: change(tensors[name])} if change else {}
+        save_file({key: tensor for key, tensor in tensors.items() if change or key != name}, file, metadata)
+        with pytest.raises(ckv_compile.InputError, match="the file is damaged"):
+            ours.load_cache(file)
+    with pytest.raises(OSError, match="could not be written"):
+        ours.save_cache(cache, tmp_path / "nowhere" / "cache")
     with pytest.raises(FileNotFoundError, match="there is no file"):
         ours.load_cache(tmp_path / "nowhere")
 

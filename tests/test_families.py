@@ -1,11 +1,13 @@
 """Model families on tiny random configs of their own classes: exact within the budget, the reference beyond it."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCABULARY, cache_of, reference_logits
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import ckv_compile
 
@@ -124,6 +126,51 @@ def test_with_compaction_it_is_a_run_of_the_reference(family, prompt):
         torch.testing.assert_close(state.window_values[0, layer, head, slots], row.values, atol=1e-5, rtol=1e-5)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_rotary_frequencies_are_those_of_the_longest_context_and_the_model_keeps_its_own(prompt):
+    """Phi-3 with longrope: beyond 64 tokens transformers takes other frequencies; a cache must choose once."""
+    changes = GQA | {"sliding_window": None, "rope_parameters": LONGROPE}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi3", **(SHAPE | changes))).eval()
+    untouched = copy.deepcopy(model)
+    long = ckv_compile.transform(model, budget=200, compile="eager")  # of 512 tokens
+    short = ckv_compile.transform(model, budget=200, compile="eager", max_context=64)
+    assert [result.matches for result in long.passes if result.name == "freeze_rotary"] == [1]
+    options = {"max_new_tokens": 20, "do_sample": False}
+    for ours, length in ((long, 100), (short, 30)):
+        expected = untouched.generate(prompt(length), **options)
+        assert torch.equal(ours.generate(prompt(length), **options), expected)
+        assert torch.equal(model.generate(prompt(length), **options), expected)
+    mask = torch.ones(2, 100, dtype=torch.int64)
+    mask[0, :90] = 0  # a short row beside a long one
+    ids = torch.cat([torch.cat([prompt(90), prompt(10, seed=1)], dim=1), prompt(100)])
+    together = long.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(together[0, 90:], long.generate(prompt(10, seed=1), **options)[0])
+
+
+def test_an_attention_of_ones_own_is_not_replaced_in_silence():
+    def halved(module, query, key, value, mask, scaling=None, **_):
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling / 2, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register("halved", halved)
+    try:
+        model = tiny("llama")
+        model.set_attn_implementation("halved")
+        with pytest.raises(ckv_compile.UnsupportedModelError, match="does not compute what LlamaForCausalLM does"):
+            ckv_compile.transform(model, budget=100)
+    finally:
+        del AttentionInterface._global_mapping["halved"]
+
+
 class Plain(nn.Module):
     """A decoder of one's own: no transformers, two layers, rotary positions, four query and two KV heads of size 8."""
 
@@ -197,7 +244,7 @@ def test_a_module_without_positions_is_refused():
         (
             "llama4_text",
             GQA | {"attention_chunk_size": 16, "interleave_moe_layer_step": 9, "head_dim": 8},
-            "expected a causal mask or a sliding window, found a mask that is neither at a length of 18 tokens",
+            "expected a causal mask or a sliding window, found a mask in steps or blocks, by aten.floor_divide",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",

@@ -37,11 +37,12 @@ def test_a_prompt_within_the_budget_is_the_same_in_chunks(prompt):
     assert torch.equal(ours.generate(ids, **options), model.generate(ids, **options))
 
 
-def test_chunks_of_transformers_own_option_work_too(prompt):
-    model = tiny_model()
-    ours = ckv_compile.transform(model, compile="eager", budget=200)
-    expected = model.generate(prompt(100), max_new_tokens=9, do_sample=False)
-    assert torch.equal(ours.generate(prompt(100), max_new_tokens=9, do_sample=False, prefill_chunk_size=32), expected)
+def test_options_that_would_not_do_what_they_say_are_refused(prompt):
+    ours = ckv_compile.transform(tiny_model(), compile="eager", budget=200)
+    with pytest.raises(ckv_compile.InputError, match=r"prefill_chunk_size=32 .* pass prefill_chunk= to transform\(\)"):
+        ours.generate(prompt(100), max_new_tokens=9, prefill_chunk_size=32)
+    with pytest.raises(ckv_compile.InputError, match="progress=5: pass True, False, or a function"):
+        ours.generate(prompt(100), max_new_tokens=9, progress=5)
 
 
 def test_a_long_prefill_tells_how_far_it_is(prompt, capsys):
@@ -138,8 +139,12 @@ def test_learned_positions_end_where_the_model_says(family, prompt):
         lambda: ours(prompt(65)),
         lambda: ours(prompt(1), past_key_values=cache_of(ours(prompt(64)))),
     ):
-        with pytest.raises(ckv_compile.InputError, match="65 tokens in a row; this model has learned 64 positions"):
+        with pytest.raises(ckv_compile.InputError, match="65 tokens in a row; this model has positions for 64"):
             call()
+    turn = {"attention_mask": torch.ones(1, 60, dtype=torch.int64), "past_key_values": cache_of(ours(prompt(50)))}
+    with pytest.raises(ckv_compile.InputError, match="65 tokens in a row"):  # and the cache is as it was
+        ours.generate(prompt(10), max_new_tokens=6, **turn)
+    assert ours.generate(prompt(10), max_new_tokens=5, **turn).shape == (1, 15)
     mask = torch.ones(1, 70, dtype=torch.int64)
     mask[:, :10] = 0  # padding takes no position
     assert ours.generate(prompt(70), attention_mask=mask, max_new_tokens=5).shape == (1, 75)

@@ -39,6 +39,7 @@ def test_within_budget_it_is_transformers_own_model(real, text):
     model, _ = real
     ours = ckv_compile.transform(model, budget=1024)
     assert [(result.name, result.matches) for result in ours.passes] == [
+        ("freeze_rotary", 0),
         ("canonicalize_attention", 30),
         ("insert_cached_attention", 30),
         ("slice_logits", 1),
