@@ -11,9 +11,11 @@ import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
 import platform
 import pydoc_data.topics
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,7 +25,7 @@ import torch
 import transformers
 from tabulate import tabulate
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
@@ -227,20 +229,30 @@ def prefill_memory(source: str, budget: int) -> list[dict[str, float]]:
     config = load_model(source)[0].config
     config.num_hidden_layers = FLAT_LAYERS
     config.max_position_embeddings = max(FLAT_CONTEXTS)
-    model = AutoModelForCausalLM.from_config(config).eval()
     rows = []
     for context in FLAT_CONTEXTS:
-        prompt = torch.randint(0, config.vocab_size, (1, context))
         row: dict[str, float] = {"context": context}
         for name, chunk in (("whole", None), ("chunked", CHUNK)):
-            ours = transform(model, budget=budget, prefill_chunk=chunk, compile="eager")
-            ours(prompt[:, :64])
-            start, rest = time.perf_counter(), _peak_memory(reset=True)
-            ours(prompt)
-            row |= {f"{name}_s": time.perf_counter() - start, f"{name}_mb": (_peak_memory() - rest) / 1e6}
+            # In a process of its own: what a run before it has freed may not have left the process.
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                seconds, peak = pool.apply(_measure_prefill, (config, budget, chunk, context, torch.get_num_threads()))
+            row |= {f"{name}_s": seconds, f"{name}_mb": peak / 1e6}
         rows.append(row)
         _progress(f"prefill memory: {context} tokens")
     return rows
+
+
+def _measure_prefill(
+    config: PreTrainedConfig, budget: int, chunk: int | None, context: int, threads: int
+) -> tuple[float, int]:
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ours = transform(model, budget=budget, prefill_chunk=chunk, compile="eager")
+    prompt = torch.randint(0, config.vocab_size, (1, context))
+    ours(prompt[:, :64])
+    start, rest = time.perf_counter(), _peak_memory(reset=True)
+    ours(prompt)
+    return time.perf_counter() - start, _peak_memory() - rest
 
 
 def _peak_memory(reset: bool = False) -> int:
@@ -284,7 +296,7 @@ def quality(source: str, context: int) -> list[dict[str, float]]:
 
 
 def _step_alone(model: CKVForCausalLM, prompt: Tensor, memory: Memory) -> tuple[float, float]:
-    """Median seconds of a decode step without transformers' loop, and of the attention of all its layers alone."""
+    """Median seconds of a decode step without transformers' loop, and of its clustered attention alone."""
     shape, plan = model.cache_shape, dataclasses.asdict(model.ckv_config.schedule)
     output = model(prompt)
     cache = output.get("cache", output.get("past_key_values"))
@@ -464,7 +476,8 @@ def main(arguments: list[str] | None = None) -> None:
             if "speed" in wanted
         ],
         "flatness": flatness(args.model, args.budget, args.tokens, args.rounds) if "flatness" in wanted else [],
-        "memory": prefill_memory(args.model, args.budget) if "memory" in wanted else [],
+        # Peaks are read as Linux tells them.
+        "memory": prefill_memory(args.model, args.budget) if "memory" in wanted and sys.platform == "linux" else [],
         "quality": quality(args.model, args.context) if "quality" in wanted else [],
         "roofline": roofline(args.model, args.roofline, args.contexts, args.batches) if "roofline" in wanted else [],
     }

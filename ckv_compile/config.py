@@ -29,8 +29,10 @@ class CKVConfig:
         r_init: share of set A that the first round merges, in (0, 1].
         r_decay: fall of that share from round to round, >= 0.
         r_min: floor of the share, in (0, r_init].
-        max_context: tokens that a float budget is a fraction of; None takes the model's
-            `max_position_embeddings`. It does not limit generation.
+        max_context: longest context to serve; None takes the model's `max_position_embeddings`. A float budget is a
+            fraction of it, rotary frequencies that change with the context (longrope) are those of it, and a larger
+            one than the model's makes rings of windows that never close in the model's own. It does not limit
+            generation.
         max_batch_size: most rows that one call may hold. Memory is taken per row in use.
         prefill_chunk: tokens of a prompt or turn that are processed at once. None takes all of them: exact attention
             over the whole prompt, whose memory grows with it. A number bounds memory for any length; each chunk then

@@ -41,10 +41,11 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StaticCache  # noqa: E402
 
 import ckv_compile  # noqa: E402
+from ckv_compile import ops  # noqa: E402
 from ckv_compile.cache import CacheShape, CacheState  # noqa: E402
 from ckv_compile.kernels import attention, compaction  # noqa: E402
 from ckv_compile.model import CKVForCausalLM  # noqa: E402
-from ckv_compile.reference import Row, attend_row, compress_row  # noqa: E402
+from ckv_compile.reference import CacheRows, Row, attend_row, compress_row  # noqa: E402
 from ckv_compile.roofline import GPUS, floors, llama_8b, shape_of  # noqa: E402
 from ckv_compile.runtime import DecodeStep  # noqa: E402
 from ckv_compile.schedule import Schedule  # noqa: E402
@@ -203,6 +204,28 @@ def check_kernels() -> Iterator[Result]:
                 expected = attend_row(q[head].cpu().float(), row_slots, dim**-0.5, causal_tail=steps)
                 errors.append(worst(out[head], expected))
             yield verdict(f"extend attention D={dim}", dtype, max(errors), tolerance)
+
+
+def check_windows() -> Iterator[Result]:
+    """An exact ring with a score cap and learned sinks, around it and beyond, against the reference."""
+    heads, kv_heads, window = 8, 2, 20 if DRY else 500
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+        for dim in (64,) if DRY else (64, 256):
+            torch.manual_seed(0)
+            shape = CacheShape(0, kv_heads, dim, dtype, DEVICE, window, 1, kv_heads, dim)
+            state, oracle = CacheState.allocate(shape, SCHEDULE.budget + INTERVAL, 1), CacheRows(SCHEDULE, 10**9)
+            sinks = torch.randn(heads, dtype=dtype, device=DEVICE)
+            errors = []
+            for steps in (window + 30, *[1] * 5, 17):
+                q = torch.randn(1, heads, steps, dim, dtype=dtype, device=DEVICE)
+                k, v = (torch.randn(1, kv_heads, steps, dim, dtype=dtype, device=DEVICE) for _ in range(2))
+                ring = (state.window_keys, state.window_values, state.position, state.active)
+                out = ops.window_attention(q, k, v, *ring, 0, dim**-0.5, sinks, 5.0)
+                wide = (tensor.cpu().float() for tensor in (q, k, v))
+                expected = oracle.attend(0, *wide, dim**-0.5, 5.0, sinks.cpu().float(), window)
+                ops.compact_(*state[:6], steps, *dataclasses.astuple(SCHEDULE))
+                errors.append(worst(out, expected))
+            yield verdict(f"window, cap and sinks D={dim}", dtype, max(errors), tolerance)
 
 
 def verdict(what: str, dtype: torch.dtype, error: float, tolerance: float) -> Result:
@@ -495,6 +518,7 @@ def main() -> None:
 
     sections: dict[str, Callable[[], Iterator[Result]]] = {
         "kernels against the reference": check_kernels,
+        "windows, score caps and sinks against the reference": check_windows,
         "recorded step against eager": check_recorded_step,
         "decode attention, bfloat16, 8 KV heads of 128, 4 query heads each": time_attention,
         "decode step": lambda: time_step(model(), contexts, rows=1),

@@ -31,9 +31,10 @@ class Collect:
         pass
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_recorded_step_equals_the_eager_graph_over_compactions(rows, prompt):
-    model, ids = tiny_model().cuda(), prompt(60, batch=rows, seed=1).cuda()
+def test_the_recorded_step_equals_the_eager_graph_over_compactions(rows, family, prompt):
+    model, ids = tiny_model(family).cuda(), prompt(60, batch=rows, seed=1).cuda()
     turns = [ids, *prompt(30, batch=rows, seed=2).cuda().split(1, dim=1)]
     logits = []
     for mode in ("eager", "inductor"):
