@@ -11,6 +11,7 @@ A graph whose attention is anything else is refused.
 
 import math
 import re
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -208,34 +209,7 @@ def _prove_window(graph: GraphModule, node: Node, given: Attention, proven: dict
     if mask in proven:
         return proven[mask]
     input_ids, position_ids = (n for n in graph.graph.nodes if n.op == "placeholder")
-    lengths, large, small, scaled, longest = {*MASK_LENGTHS}, set(), {1.0}, False, LONGEST_MASK + 2
-    for ancestor in ancestors(mask):
-        packet = getattr(ancestor.target, "overloadpacket", None)
-        scaled = scaled or packet in _FACTORS
-        if packet in _STEPS or ancestor.kwargs.get("rounding_mode"):
-            raise fault(node, "a causal mask or a sliding window", f"a mask in steps or blocks, by {ancestor.target}")
-        if ancestor.op == "placeholder" and ancestor not in (position_ids, input_ids):
-            raise fault(node, "a mask made of positions", f"a mask that depends on the input {ancestor.name}")
-        if input_ids in ancestor.all_input_nodes and ancestor.target is not _aten.sym_size.int:
-            raise fault(node, "a mask made of positions", f"a mask that depends on the token ids, at {ancestor.name}")
-        if ancestor.op == "get_attr" and tensor_meta(ancestor).numel() > 64:  # a mask, which serves no longer prompt
-            longest = min(longest, *(size for size in tensor_meta(ancestor).shape if size > 1))
-        for number in _numbers(graph, ancestor):
-            # A reciprocal, as in distance * (1 / window), is the window too.
-            for bound in (number, 1 / number if number else 0):
-                if 1 < bound < LARGEST_MASK:
-                    lengths.add(math.ceil(bound) + 2)
-                    small.add(bound)
-                elif LARGEST_MASK <= bound < NO_BOUND:
-                    if ancestor.op == "get_attr":
-                        size = tuple(_get_attr(graph, str(ancestor.target)).shape)
-                        raise fault(
-                            node,
-                            "a causal mask or a sliding window",
-                            f"a mask made of the constant {ancestor.target} of shape {size}, too large to look "
-                            "through: pass is_causal=True instead",
-                        )
-                    large.add(number)
+    numbers = _numbers_of(graph, node, mask)
 
     def window_at(length: int, offset: int, replaced: float = 0.0, stand_in: float = 0.0) -> int:
         feed = {
@@ -259,13 +233,14 @@ def _prove_window(graph: GraphModule, node: Node, given: Attention, proven: dict
             )
         return window
 
-    *_, second, factor = (1.0, *sorted(small)) if scaled else (1.0, 1.0)
+    *_, second, factor = (1.0, *sorted(numbers.small)) if numbers.scaled else (1.0, 1.0)
     if second * factor > LONGEST_MASK:
         raise fault(node, "a causal mask or a sliding window", f"a mask scaled by {second:g} or {factor:g}")
-    lengths.add(min(longest, math.ceil(max(LARGEST_MASK, 2 * max(small), second * factor)) + 2))
+    beyond = math.ceil(max(LARGEST_MASK, 2 * max(numbers.small), second * factor))
+    lengths = {*MASK_LENGTHS, *(math.ceil(number) + 2 for number in numbers.small), min(numbers.longest, beyond + 2)}
     found = {(length, offset): window_at(length, offset) for length in sorted(lengths) for offset in (0, 5)}
     windows = {window for window in found.values() if window}
-    for number in sorted(large):
+    for number in sorted(numbers.large):
         inverse = number < 1.0
         seen = [window_at(math.ceil(n * factor) + 8, 0, number, 1 / n if inverse else n) for n in STAND_INS]
         if any(seen):
@@ -281,6 +256,48 @@ def _prove_window(graph: GraphModule, node: Node, given: Attention, proven: dict
             raise fault(node, "one sliding window", f"one of {seen_window} at a length of {length}")
     proven[mask] = window
     return window
+
+
+class _Numbers(NamedTuple):
+    """What a mask is computed with."""
+
+    small: set[float]  # and 1
+    large: set[float]
+    scaled: bool  # something is multiplied or divided
+    longest: int  # length that its constants serve
+
+
+def _numbers_of(graph: GraphModule, node: Node, mask: Node) -> _Numbers:
+    """Collect the numbers in the computation of the mask of an attention node; refuse what no number would show."""
+    found = _Numbers({1.0}, set(), False, LONGEST_MASK + 2)
+    input_ids, position_ids = (n for n in graph.graph.nodes if n.op == "placeholder")
+    for ancestor in ancestors(mask):
+        packet = getattr(ancestor.target, "overloadpacket", None)
+        if packet in _STEPS or ancestor.kwargs.get("rounding_mode"):
+            raise fault(node, "a causal mask or a sliding window", f"a mask in steps or blocks, by {ancestor.target}")
+        if ancestor.op == "placeholder" and ancestor not in (position_ids, input_ids):
+            raise fault(node, "a mask made of positions", f"a mask that depends on the input {ancestor.name}")
+        if input_ids in ancestor.all_input_nodes and ancestor.target is not _aten.sym_size.int:
+            raise fault(node, "a mask made of positions", f"a mask that depends on the token ids, at {ancestor.name}")
+        found = found._replace(scaled=found.scaled or packet in _FACTORS)
+        shape = tuple(_get_attr(graph, str(ancestor.target)).shape) if ancestor.op == "get_attr" else ()
+        if math.prod(shape) > 64:  # a mask, which serves no longer prompt
+            found = found._replace(longest=min(found.longest, *(size for size in shape if size > 1)))
+        for number in _numbers(graph, ancestor):
+            # A reciprocal, as in distance * (1 / window), is the window too.
+            for bound in (number, 1 / number if number else 0):
+                if 1 < bound < LARGEST_MASK:
+                    found.small.add(bound)
+                elif LARGEST_MASK <= bound < NO_BOUND and ancestor.op == "get_attr":
+                    raise fault(
+                        node,
+                        "a causal mask or a sliding window",
+                        f"a mask made of the constant {ancestor.target} of shape {shape} with {bound:g} in it or for "
+                        "its size, too large to look through: pass is_causal=True instead",
+                    )
+                elif LARGEST_MASK <= bound < NO_BOUND:
+                    found.large.add(number)
+    return found
 
 
 def _numbers(graph: GraphModule, node: Node) -> list[float]:

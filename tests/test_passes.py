@@ -218,6 +218,16 @@ class LargeWindowInFloat(OneLayer):
         return (distance >= 0) & (distance * (1 / 8192.0) < 1)
 
 
+class LargeWindowInTensor(OneLayer):
+    def __init__(self) -> None:
+        super().__init__(enable_gqa=True)
+        self.register_buffer("window", torch.tensor(5000))
+
+    def mask(self, input_ids, position_ids):
+        distance = position_ids[0][:, None] - position_ids[0][None, :]
+        return (distance >= 0) & (distance < self.window)
+
+
 class TwoWindows(OneLayer):
     def mask(self, input_ids, position_ids):
         distance = position_ids[0][:, None] - position_ids[0][None, :]
@@ -334,6 +344,7 @@ class Prefix(OneLayer):
         (Strided(enable_gqa=True), "a mask in steps or blocks, by aten.remainder"),
         (WindowOfBlocks(enable_gqa=True), "a mask in steps or blocks"),
         (ShiftedBlocks(enable_gqa=True), "a mask in steps or blocks, by aten.__rshift__"),
+        (LargeWindowInTensor(), "the constant window of shape () with 5000 in it"),
         (Gap(enable_gqa=True), "a mask that is neither at a length of 702 tokens"),
         (ScaledLargeWindow(enable_gqa=True), "a mask that changes with its number 3000"),
         (Distance(enable_gqa=True), "a bias that depends on distance (ALiBi)"),
