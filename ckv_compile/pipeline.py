@@ -108,7 +108,13 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
     with torch.no_grad():
         # Where the longest context chose the frequencies, the model must have it to choose alike.
         last = positions_of_ids + ((config.max_context or tokens) - tokens if results[0].matches else 0)
-        difference = _difference(graph(ids, last)[0], Logits(model)(ids, last), shape)
+        try:
+            own = Logits(model)(ids, last)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} itself fails on a prompt of {tokens} tokens ({type(error).__name__}: {error})"
+            ) from error
+        difference = _difference(graph(ids, last)[0], own, shape)
         expected = graph(ids, positions_of_ids)[0]
     if difference:
         raise UnsupportedModelError(

@@ -108,6 +108,7 @@ def test_within_budget_it_is_transformers_own_model(family, prompt):
 def test_with_compaction_it_is_a_run_of_the_reference(family, prompt):
     """In float64, so that no two similarities of random keys are equal to within rounding and rank differently."""
     model = tiny(family).double()
+    model.config._experts_implementation = "batched_mm"  # the default one has no float64
     ours = ckv_compile.transform(model, compile="eager", **SMALL)
     steps = 2 * SMALL["interval"] + 3
     found = ours.generate(
@@ -154,6 +155,13 @@ def test_rotary_frequencies_are_those_of_the_longest_context_and_the_model_keeps
     ids = torch.cat([torch.cat([prompt(90), prompt(10, seed=1)], dim=1), prompt(100)])
     together = long.generate(ids, attention_mask=mask, **options)
     assert torch.equal(together[0, 90:], long.generate(prompt(10, seed=1), **options)[0])
+
+
+def test_a_model_that_does_not_run_itself_is_refused_with_its_own_error():
+    with pytest.raises(
+        ckv_compile.UnsupportedModelError, match="MixtralForCausalLM itself fails on a prompt of 12 tokens"
+    ):
+        ckv_compile.transform(tiny("mixtral").double(), budget=100, compile="eager")  # its experts have no float64
 
 
 def test_an_attention_of_ones_own_is_not_replaced_in_silence():
