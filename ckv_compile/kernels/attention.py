@@ -545,7 +545,8 @@ class Variant(NamedTuple):
 def builds() -> list[Build]:
     """Return every specialisation that ships: all kernels in all dtypes and the head sizes of common models.
 
-    Caps and sinks ship in bfloat16, for the head sizes that models have them with, and rings in float32 for two sizes.
+    Caps and sinks ship in bfloat16, for the head sizes that models have them with; rings in bfloat16, and for heads of
+    128 in all dtypes.
     The decode kernel serves groups of up to 16 query heads. What is beyond that is compiled on first use.
     """
     return [build for dtype in POINTERS for dim in HEAD_DIMS for build in _builds(dtype, dim)]
@@ -553,7 +554,7 @@ def builds() -> list[Build]:
 
 def _variants(dtype: torch.dtype, dim: int) -> Iterator[Variant]:
     yield Variant()
-    if dtype != torch.float32 or dim in (64, 128):
+    if dtype == torch.bfloat16 or dim == 128:
         yield Variant(ring=True)
     if dtype == torch.bfloat16:
         for ring in (False, True):
