@@ -166,7 +166,7 @@ KINDS = {
     "not a KV cache|a convolution": "layers with another state than keys and values: recurrent, or a convolution",
     "from its own cache": "positions that are counted from its own cache, not read from `position_ids`",
     r"sparse attention\?|the token ids|another path": "attention that tokens choose or bias: sparse, compressed",
-    "mask that is neither": "attention in chunks",
+    "in steps or blocks": "attention in chunks",
     "none in its masks": "a window of transformers' cache that the masks do not have",
     "could not trace": "not traceable by torch.export",
 }
