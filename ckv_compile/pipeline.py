@@ -107,9 +107,11 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
         shape = cache_shape(graph)
     with torch.no_grad():
         # Where the longest context chose the frequencies, the model must have it to choose alike.
-        last = positions_of_ids + ((config.max_context or tokens) - tokens if results[0].matches else 0)
+        last = positions_of_ids + (max(0, (config.max_context or 0) - tokens) if results[0].matches else 0)
         try:
             own = Logits(model)(ids, last)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} itself fails on a prompt of {tokens} tokens ({type(error).__name__}: {error})"

@@ -82,14 +82,14 @@ def load(
         )
         raise InputError(f"{path} was saved with {different}: transform() the model with the same options")
     fill = tensors.get("fill", torch.empty(0))
-    rows, used = fill.numel(), int(fill.max()) if fill.numel() else 0
+    rows, (least, used) = fill.numel(), (int(fill.min()), int(fill.max())) if fill.numel() else (0, 0)
     if not 1 <= rows <= most_rows:
         raise InputError(f"{path} holds {rows} rows; this model was transformed for 1 to {most_rows}")
     expected = CacheState.allocate(shape._replace(device=torch.device("meta")), capacity, rows)
     for name, like in expected._asdict().items():
         like = like[:, :, :, :used] if name in _SLOTS else like
         found = tensors.get(name)
-        if found is None or found.shape != like.shape or found.dtype != like.dtype or not 0 <= used < capacity:
+        if found is None or found.shape != like.shape or found.dtype != like.dtype or not 0 <= least <= used < capacity:
             held = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
             raise InputError(
                 f"{path} holds {held} as {name}, where {tuple(like.shape)} {like.dtype} is due, with less than "

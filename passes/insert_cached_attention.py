@@ -61,16 +61,13 @@ def cache_shape(graph: GraphModule) -> CacheShape:
     """Read what the cache must hold from a graph of canonical attentions.
 
     Raises:
-        PassError: if layers of a kind differ in KV heads, head size or window, layers in dtype, or keys and values in
-            head size.
+        PassError: if layers of a kind differ in KV heads, head size or window, or layers in dtype.
     """
     groups: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
     sites = _sites(graph)
     for node in sites:
         given = attention_arguments(node)
-        key, value = tensor_meta(given.k), tensor_meta(given.v)
-        if key.shape[3] != value.shape[3]:
-            raise fault(node, "keys and values of one head size", f"{key.shape[3]} and {value.shape[3]}")
+        key = tensor_meta(given.k)  # and value: of one head size in the canonical form
         group = groups[given.window > 0]
         group.append((int(key.shape[1]), int(key.shape[3]), given.window))
         if group[-1] != group[0]:
