@@ -1,5 +1,6 @@
 """KV-cache clustering for language models, as a compiler pass."""
 
+from ckv_compile.backend import cache_for
 from ckv_compile.cache import ClusteredCache
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import (
@@ -26,5 +27,6 @@ __all__ = [
     "InputError",
     "PassError",
     "UnsupportedModelError",
+    "cache_for",
     "transform",
 ]

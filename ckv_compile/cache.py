@@ -1,5 +1,7 @@
 """The state of generation: one set of stacked tensors of fixed size, allocated once."""
 
+import dataclasses
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +10,8 @@ from transformers.cache_utils import Cache
 
 from ckv_compile.errors import InputError
 from ckv_compile.schedule import Schedule
+
+_OWNER = "_ckv_cache"
 
 
 class CacheShape(NamedTuple):
@@ -71,24 +75,68 @@ class ClusteredCache(Cache):  # type: ignore[misc]
     Holds `state` (see `CacheState`), the number of columns it has processed, and whether a step was interrupted
     half-way (`broken`).
 
+    It is of one of two kinds: a cache of a transformed model (`transform`), whose programs alone read it; or one for an
+    original model (`cache_for`), which calls `update` in every layer, in a forward that is compiled by the backend
+    "ckv". An empty one of that kind also takes a prompt from a forward that is not compiled.
+
     Args:
         shape: what the model needs.
         schedule: how it is compacted.
         state: allocated, of that shape.
         columns: tokens processed per row, padding included.
+        windowed: for an original model: of each of its layers, whether it has a sliding window.
+        positions: for an original model: positions that it has learned, if they end.
     """
 
-    def __init__(self, shape: CacheShape, schedule: Schedule, state: CacheState, columns: int = 0) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        schedule: Schedule,
+        state: CacheState,
+        columns: int = 0,
+        windowed: tuple[bool, ...] | None = None,
+        positions: int | None = None,
+    ) -> None:
         super().__init__(layers=[])
         self.shape = shape
         self.schedule = schedule
         self.state = state
         self.columns = columns
+        self.windowed = windowed
+        self.positions = positions
         self.broken = False
+        self._plan = dataclasses.astuple(schedule)
+        self._padding: Tensor | None = None  # of the prompt that a model which is not compiled is at
+        # A compiled forward knows the tensors only, and counts the columns here.
+        setattr(state.position, _OWNER, weakref.ref(self))
+        if windowed is not None:
+            for tensor in state:
+                torch._dynamo.mark_static(tensor)
+                torch._dynamo.mark_static_address(tensor, guard=False)
+
+    @staticmethod
+    def of(position: Tensor) -> "ClusteredCache":
+        """The cache whose `state.position` this is."""
+        cache = getattr(position, _OWNER, lambda: None)()
+        assert isinstance(cache, ClusteredCache)
+        return cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens processed per row, padding included: the logical length, not the slots in use."""
+        """Tokens processed per row, padding included: the logical length, not the slots in use.
+
+        While Dynamo traces, it is that of the longest row, a tensor: a number would be a constant of the graph.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return self.state.position.max()  # type: ignore[return-value]
         return self.columns
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Column of the first new token in the masks that transformers makes."""
+        return 0 if torch.compiler.is_dynamo_compiling() else self.columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns that the masks of transformers cover, and the first of them: those of the new tokens."""
+        return query_length, self.get_query_offset()
 
     @property
     def batch_size(self) -> int:
@@ -102,8 +150,8 @@ class ClusteredCache(Cache):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        """False: the programs that use this cache are compiled already; transformers must not compile again."""
-        return False
+        """Whether transformers may compile the forward that gets this cache: that of an original model."""
+        return self.windowed is not None
 
     @property
     def is_croppable(self) -> bool:
@@ -139,7 +187,10 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         self.check_whole()
         with torch.inference_mode(False):
             state = CacheState(*(tensor.clone() for tensor in self.state))
-        return ClusteredCache(self.shape, self.schedule, state, self.columns)
+        return ClusteredCache(self.shape, self.schedule, state, self.columns, self.windowed, self.positions)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ClusteredCache":
+        return self.fork()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, as far as the cache holds them one by one.
@@ -189,12 +240,91 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         if self.broken:
             raise InputError("a step of this cache was interrupted half-way: reset() it and start again")
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse to be used by an uncompiled model, which would attend to centroids as if they were tokens."""
-        raise InputError(
-            "a ClusteredCache only works with a model returned by ckv_compile.transform(); "
-            "the original model needs a cache of transformers' own"
-        )
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take the new tokens of one layer of an original model, and return them: they attend to each other first.
+
+        In a forward that the backend "ckv" compiles, it makes the attention that follows one over the cache.
+
+        Args:
+            key_states: [B, Hkv, S, D].
+            value_states: [B, Hkv, S, D].
+            layer_idx: layer of the model.
+            *args: what transformers passes beside.
+            **kwargs: what transformers passes beside; position_ids in it say what is padding.
+
+        Raises:
+            InputError: if the model is not compiled and the cache not empty, or the cache is of another model.
+        """
+        if self.windowed is None:
+            raise InputError(
+                "this ClusteredCache only works with the model returned by ckv_compile.transform() that it belongs to; "
+                "for the original model make one by ckv_compile.cache_for(), or use a cache of transformers' own"
+            )
+        if not 0 <= layer_idx < len(self.windowed):
+            raise InputError(f"layer {layer_idx} of a model, in a cache for {len(self.windowed)} layers of another")
+        windowed = self.windowed[layer_idx]
+        index = self.windowed[:layer_idx].count(windowed)
+        if torch.compiler.is_dynamo_compiling():
+            torch._check(key_states.shape[0] == self.state.fill.shape[0])  # which is static
+            new: tuple[Tensor, Tensor] = torch.ops.ckv.update(
+                key_states, value_states, *self.state, index, windowed, *self._plan
+            )
+            return new
+        with torch.no_grad():
+            if layer_idx == 0:
+                self._begin(key_states, (kwargs.get("kwargs") or kwargs).get("position_ids"))
+            torch.ops.ckv.append_(
+                key_states.detach(), value_states.detach(), *self.state, index, windowed, *self._plan, self._padding
+            )
+            if layer_idx == len(self.windowed) - 1:
+                steps = key_states.shape[2]
+                torch.ops.ckv.compact_(*self.state[:6], steps, *self._plan, self._padding)
+                self.columns += steps
+                self.broken = False
+        return key_states, value_states
+
+    def _begin(self, keys: Tensor, position_ids: Tensor | None) -> None:
+        """Prepare for the prompt of a model that is not compiled."""
+        self.check_whole()
+        if self.columns:
+            raise InputError(
+                "a model that is not compiled cannot continue a ClusteredCache: it would attend to centroids as if "
+                'they were tokens. Compile its forward, model.forward = torch.compile(model.forward, backend="ckv"), '
+                'or pass compile_config=CompileConfig(backend="ckv") to generate(), which then compiles on CUDA'
+            )
+        if keys.shape[0] != self.batch_size or keys.dtype != self.shape.dtype or keys.device != self.shape.device:
+            raise InputError(
+                f"keys of {keys.shape[0]} rows, {keys.dtype} on {keys.device}, for a cache of {self.batch_size} rows, "
+                f"{self.shape.dtype} on {self.shape.device}"
+            )
+        if position_ids is None and self.batch_size > 1:
+            raise InputError(
+                "a model that is not compiled, of this version of transformers, does not tell its cache which tokens "
+                'of a batch are padding: compile its forward, torch.compile(model.forward, backend="ckv")'
+            )
+        self._padding = None if position_ids is None else self.padding(position_ids)
+        self.broken = True
+
+    def padding(self, position_ids: Tensor) -> Tensor | None:
+        """Columns of padding at the left of each row [B], told by the positions of new tokens [B or 1, S]; None if no.
+
+        Raises:
+            InputError: if the positions do not continue those in the cache.
+        """
+        steps, seen = position_ids.shape[-1], self.state.position
+        found = position_ids.expand(self.batch_size, -1)
+        padding = steps - (found[:, -1] + 1 - seen)
+        columns = torch.arange(steps, device=found.device)
+        expected = seen[:, None] + columns - padding[:, None]
+        taken = columns >= padding[:, None]
+        if not bool(((expected == found) | ~taken).all() & (padding >= 0).all() & (padding < steps).all()):
+            raise InputError(
+                f"position_ids end with {found[:, -1].tolist()} in rows of {steps} columns; the cache holds "
+                f"{seen.tolist()} tokens, after which positions must go on, behind padding at the left"
+            )
+        return padding if bool(padding.any()) else None
 
     def reorder_cache(self, *args: Any, **kwargs: Any) -> None:
         """Refuse to move rows."""

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph_module import _get_attr
 from torch.fx.node import map_arg
 
+from ckv_compile.cache import CacheState
 from ckv_compile.errors import PassError
 from ckv_compile.ops import attention
 
@@ -48,6 +49,17 @@ def attention_arguments(node: Node) -> Attention:
     defaults |= {"sinks": None, "softcap": 0.0, "window": 0}
     given.pop("enable_gqa", None)  # the shapes say it
     return Attention(**(defaults | given))
+
+
+def inputs(graph: GraphModule) -> dict[str, Node]:
+    """The placeholders of a graph, by name."""
+    return {str(node.target): node for node in graph.graph.find_nodes(op="placeholder")}
+
+
+def state_inputs(graph: GraphModule) -> Any:
+    """The placeholders of the state, as a `CacheState` of nodes."""
+    given: Any = inputs(graph)
+    return CacheState(*(given[name] for name in CacheState._fields))
 
 
 def tensor_meta(node: Node) -> Tensor:

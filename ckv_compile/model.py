@@ -27,7 +27,7 @@ from transformers.generation import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ckv_compile import snapshot
-from ckv_compile.cache import CacheState, ClusteredCache
+from ckv_compile.cache import CacheShape, CacheState, ClusteredCache
 from ckv_compile.capture import device_of
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import (
@@ -92,16 +92,38 @@ def transform(
         ConfigError: for a bad or unknown option.
         UnsupportedModelError: for a model that cannot be captured or rewritten, with the reason.
     """
+    mode = check_mode(compile)
+    rewritten, config = rewrite_model(model, config, options)
+    return CKVForCausalLM(model, rewritten, config, mode)
+
+
+def rewrite_model(model: nn.Module, config: CKVConfig | None, options: dict[str, Any]) -> tuple[Rewritten, CKVConfig]:
+    """Check a model and a config, or the options of one, and return the rewritten model and the resolved config."""
     if config is not None and options:
         raise ConfigError(f"pass either a config or options, not both (options: {', '.join(options)})")
     config = config if config is not None else CKVConfig.from_options(options)
-    mode = check_mode(compile)
     _check_model(model)
     text_config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     config = config.resolve(getattr(text_config, "max_position_embeddings", None))
     with _programs_run_on(device_of(model)):
-        rewritten = rewrite(model, config)
-    return CKVForCausalLM(model, rewritten, config, mode)
+        return rewrite(model, config), config
+
+
+def allocate_cache(shape: CacheShape, config: CKVConfig, batch_size: int) -> ClusteredCache:
+    """Allocate an empty cache of a rewritten model.
+
+    Raises:
+        InputError: for a batch size outside 1..max_batch_size.
+    """
+    limit = config.max_batch_size
+    if not 1 <= batch_size <= limit:
+        raise InputError(
+            f"a batch of {batch_size} rows; this model was transformed for 1 to {limit}: "
+            "use fewer rows, or pass a larger max_batch_size to transform()"
+        )
+    with torch.inference_mode(False):
+        state = CacheState.allocate(shape, config.capacity, batch_size)
+    return ClusteredCache(shape, config.schedule, state)
 
 
 class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -158,15 +180,7 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Raises:
             InputError: for a batch size outside 1..max_batch_size.
         """
-        limit = self.ckv_config.max_batch_size
-        if not 1 <= batch_size <= limit:
-            raise InputError(
-                f"a batch of {batch_size} rows; this model was transformed for 1 to {limit}: "
-                "use fewer rows, or pass a larger max_batch_size to transform()"
-            )
-        with torch.inference_mode(False):
-            state = CacheState.allocate(self.cache_shape, self.ckv_config.capacity, batch_size)
-        return ClusteredCache(self.cache_shape, self.ckv_config.schedule, state)
+        return allocate_cache(self.cache_shape, self.ckv_config, batch_size)
 
     def save_cache(self, cache: ClusteredCache, path: str | os.PathLike[str]) -> None:
         """Write a cache of this model to a safetensors file, its used slots alone, whole or not at all.

@@ -1,10 +1,14 @@
 """The custom ops that capture and passes put into a graph.
 
 `ckv::attention` is the attention of a model before it has a cache: one node a layer that says all there is to know.
+`ckv::update` is where a model hands its keys and values to a `ClusteredCache` of its own, in a graph of Dynamo's.
 `ckv::cached_attention` appends a step's keys and values to one layer of the clustered cache and attends;
 `ckv::window_attention` does so for a layer with a sliding window, whose last tokens are kept exactly; `ckv::compact_`
-closes the step for all layers. These three change the state tensors of `CacheState` in place, and their schemas say so.
-Batch row b of every argument belongs to batch row b of the state; a row that is not active is left as it is.
+closes the step for all layers. These three change the tensors of `CacheState` in place, and their schemas say so;
+so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself.
+
+Batch row b of every argument belongs to batch row b of the state; a row that is not active is left as it is. Of several
+new tokens, the first `padding[b]` of a row are skipped.
 
 All attend by softmax(cap(q.k * scale) + log degree), where cap(s) = softcap * tanh(s / softcap) unless softcap is 0.
 `sinks` [H] are learned logits that take part in the softmax of a head and have no value.
@@ -14,6 +18,7 @@ Triton's interpreter (TRITON_INTERPRET=1) tensors on the CPU take the same way.
 """
 
 import os
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +26,7 @@ from torch import Tensor
 
 from ckv_compile import clustering
 from ckv_compile.cache import CacheShape
+from ckv_compile.errors import InputError
 from ckv_compile.kernels import cpu
 from ckv_compile.reference import accumulator_dtype
 from ckv_compile.schedule import Schedule
@@ -39,17 +45,30 @@ _library.define(
 )
 _library.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, "
-    f"Tensor fill, Tensor active, int layer, float scale, Tensor? sinks, float softcap, {_PLAN}) -> Tensor",
+    f"Tensor fill, Tensor active, int layer, float scale, Tensor? sinks, float softcap, {_PLAN}, "
+    "Tensor? padding=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "window_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor position, "
-    "Tensor active, int layer, float scale, Tensor? sinks, float softcap) -> Tensor",
+    "Tensor active, int layer, float scale, Tensor? sinks, float softcap, Tensor? padding=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(d!) fill, Tensor active, "
-    f"Tensor(e!) position, SymInt tokens, {_PLAN}) -> ()",
+    f"Tensor(e!) position, SymInt tokens, {_PLAN}, Tensor? padding=None) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "update(Tensor k, Tensor v, Tensor keys, Tensor values, Tensor degree, Tensor fill, Tensor active, "
+    "Tensor position, Tensor window_keys, Tensor window_values, int layer, bool windowed, "
+    f"{_PLAN}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor fill, Tensor active, "
+    "Tensor position, Tensor(d!) window_keys, Tensor(e!) window_values, int layer, bool windowed, "
+    f"{_PLAN}, Tensor? padding=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -116,18 +135,19 @@ def _cached_attention(
     r_init: float,
     r_decay: float,
     r_min: float,
+    padding: Tensor | None = None,  # [B]
 ) -> Tensor:
     if q.shape[2] == 1:
         return _decode(q, k, v, keys, values, degree, fill, active, layer, scale, softcap, sinks)
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
     out = _empty_output(q)
-    for b, (used, takes_tokens) in enumerate(zip(fill.tolist(), active.tolist(), strict=True)):
-        if not takes_tokens:
-            out[b] = 0.0
-            continue
-        slots = (keys[b, layer], values[b, layer], degree[b, layer])
-        out[b] = _extend(q[b], k[b], v[b], *slots, used, scale, softcap, sinks)
-        _append(k[b], v[b], *slots, used, schedule)
+    for b, used, skip in _rows(fill, active, padding, q.shape[2]):
+        out[b, :, :skip] = 0.0
+        if skip < q.shape[2]:
+            new = (q[b, :, skip:], k[b, :, skip:], v[b, :, skip:])
+            slots = (keys[b, layer], values[b, layer], degree[b, layer])
+            out[b, :, skip:] = _extend(*new, *slots, used, scale, softcap, sinks)
+            _append(*new[1:], *slots, used, schedule)
     return out
 
 
@@ -143,24 +163,78 @@ def _window_attention(
     scale: float,
     sinks: Tensor | None,  # [H]
     softcap: float,
+    padding: Tensor | None = None,  # [B]
 ) -> Tensor:
     if q.shape[2] == 1:
         return _decode(q, k, v, keys, values, None, position, active, layer, scale, softcap, sinks)
-    out, steps, window = _empty_output(q), q.shape[2], keys.shape[3]
-    for b, (seen, takes_tokens) in enumerate(zip(position.tolist(), active.tolist(), strict=True)):
-        if not takes_tokens:
-            out[b] = 0.0
-            continue
-        out[b] = _extend(q[b], k[b], v[b], keys[b, layer], values[b, layer], None, seen, scale, softcap, sinks, window)
-        last = min(steps, window)
-        slots = torch.arange(seen + steps - last, seen + steps, device=q.device) % window
-        keys[b, layer].index_copy_(1, slots, k[b, :, -last:])
-        values[b, layer].index_copy_(1, slots, v[b, :, -last:])
+    out, window = _empty_output(q), keys.shape[3]
+    for b, seen, skip in _rows(position, active, padding, q.shape[2]):
+        out[b, :, :skip] = 0.0
+        if skip < q.shape[2]:
+            new = (q[b, :, skip:], k[b, :, skip:], v[b, :, skip:])
+            ring = (keys[b, layer], values[b, layer])
+            out[b, :, skip:] = _extend(*new, *ring, None, seen, scale, softcap, sinks, window)
+            _append_to_ring(*new[1:], *ring, seen)
     return out
 
 
-def _new_attention_fake(q: Tensor, *_: object) -> Tensor:
+def _new_attention_fake(q: Tensor, *_: object, **__: object) -> Tensor:
     return _empty_output(q)
+
+
+def _update(*_: object) -> tuple[Tensor, Tensor]:
+    raise InputError(
+        'a ClusteredCache is updated in a compiled graph that the backend "ckv" has not seen: compile the forward that '
+        'gets the cache by torch.compile(model.forward, backend="ckv"), and no other backend around it'
+    )
+
+
+def _update_fake(k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(k), torch.empty_like(v)
+
+
+def _append_(
+    k: Tensor,  # [B, Hkv, S, D]
+    v: Tensor,  # [B, Hkv, S, D]
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor,
+    fill: Tensor,
+    active: Tensor,
+    position: Tensor,
+    window_keys: Tensor,
+    window_values: Tensor,
+    layer: int,  # of its kind
+    windowed: bool,
+    budget: int,
+    n_sink: int,
+    n_recent: int,
+    chunk_size: int,
+    r_init: float,
+    r_decay: float,
+    r_min: float,
+    padding: Tensor | None = None,  # [B]
+) -> None:
+    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
+    for b, count, skip in _rows(position if windowed else fill, active, padding, k.shape[2]):
+        if skip == k.shape[2]:
+            continue
+        new = (k[b, :, skip:], v[b, :, skip:])
+        if windowed:
+            _append_to_ring(*new, window_keys[b, layer], window_values[b, layer], count)
+        else:
+            _append(*new, keys[b, layer], values[b, layer], degree[b, layer], count, schedule)
+
+
+def _append_fake(*_: object, **__: object) -> None:
+    return None
+
+
+def _rows(counts: Tensor, active: Tensor, padding: Tensor | None, steps: int) -> Iterator[tuple[int, int, int]]:
+    """Each row with its count and the tokens of `steps` that it skips, all of them where it is not active."""
+    skips = [0] * len(counts) if padding is None else padding.tolist()
+    for b, (count, takes_tokens, skip) in enumerate(zip(counts.tolist(), active.tolist(), skips, strict=True)):
+        yield b, count, skip if takes_tokens else steps
 
 
 def _empty_output(q: Tensor) -> Tensor:
@@ -346,6 +420,15 @@ def _append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, 
     _store(merged, keys, values, degree)
 
 
+def _append_to_ring(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: int) -> None:
+    """Put S new tokens [Hkv, S, D] of one row into a ring [Hkv, W, D] that has seen `seen`."""
+    steps, window = k.shape[1], keys.shape[1]
+    last = min(steps, window)
+    slots = torch.arange(seen + steps - last, seen + steps, device=k.device) % window
+    keys.index_copy_(1, slots, k[:, -last:])
+    values.index_copy_(1, slots, v[:, -last:])
+
+
 def _compress(
     keys: Tensor, values: Tensor, degree: Tensor, rounds: tuple[int, ...], schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -378,6 +461,7 @@ def _compact(
     r_init: float,
     r_decay: float,
     r_min: float,
+    padding: Tensor | None = None,
 ) -> None:
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
     capacity = keys.shape[3]
@@ -387,7 +471,7 @@ def _compact(
 
         compaction.compact(keys, values, degree, fill, position, active, schedule)
         return
-    taken = tokens * active
+    taken = (tokens if padding is None else tokens - padding) * active
     total = fill + taken
     if tokens == 1 and layers:  # after several tokens the layers have compressed themselves
         for b in (total == capacity).nonzero().flatten().tolist():
@@ -398,7 +482,7 @@ def _compact(
     position += taken
 
 
-def _compact_fake(*_: object) -> None:
+def _compact_fake(*_: object, **__: object) -> None:
     return None
 
 
@@ -407,12 +491,18 @@ for _device in ("CPU", "CUDA"):
     _library.impl("cached_attention", _cached_attention, _device)
     _library.impl("window_attention", _window_attention, _device)
     _library.impl("compact_", _compact, _device)
+    _library.impl("update", _update, _device)
+    _library.impl("append_", _append_, _device)
 torch.library.register_fake("ckv::attention", _attention_fake, lib=_library)
 torch.library.register_fake("ckv::cached_attention", _new_attention_fake, lib=_library)
 torch.library.register_fake("ckv::window_attention", _new_attention_fake, lib=_library)
 torch.library.register_fake("ckv::compact_", _compact_fake, lib=_library)
+torch.library.register_fake("ckv::update", _update_fake, lib=_library)
+torch.library.register_fake("ckv::append_", _append_fake, lib=_library)
 
 attention = torch.ops.ckv.attention.default
 cached_attention = torch.ops.ckv.cached_attention.default
 window_attention = torch.ops.ckv.window_attention.default
 compact_ = torch.ops.ckv.compact_.default
+update = torch.ops.ckv.update.default
+append_ = torch.ops.ckv.append_.default

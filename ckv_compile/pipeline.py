@@ -105,7 +105,8 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
     )
     with _as_pass("insert_cached_attention", results):
         shape = cache_shape(graph)
-    with torch.no_grad():
+    # As it is written: its forward may be compiled, by the backend of this package for one.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         # Where the longest context chose the frequencies, the model must have it to choose alike.
         last = positions_of_ids + (max(0, (config.max_context or 0) - tokens) if results[0].matches else 0)
         try:

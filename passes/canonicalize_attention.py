@@ -9,8 +9,10 @@ The mask is not trusted: it is computed for concrete lengths and compared with t
 A graph whose attention is anything else is refused.
 """
 
+import functools
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -64,13 +66,20 @@ _SOFTMAXES = (_aten.softmax.int, _aten._softmax.default)
 _DROPOUTS = (_aten.dropout.default, _aten.native_dropout.default, _aten.dropout_.default)
 
 
-def canonicalize_attention(graph: GraphModule, layers: int | None = None, context: int | None = None) -> int:
-    """Rewrite all attention nodes of a graph with placeholders (input_ids, position_ids).
+Prover = Callable[[GraphModule, Node, Attention], int]
+"""Returns the window of an attention node, 0 for plain causal attention, or raises a PassError."""
+
+
+def canonicalize_attention(
+    graph: GraphModule, layers: int | None = None, context: int | None = None, prove: Prover | None = None
+) -> int:
+    """Rewrite all attention nodes of a graph.
 
     Args:
-        graph: the graph to change.
+        graph: the graph to change, with placeholders (input_ids, position_ids).
         layers: attention layers of the model, if known; at least as many attention nodes must be there.
         context: longest context of the model, if known; a window of at least as many tokens counts as none.
+        prove: how masks are proven, where that is not by evaluating them at several lengths.
 
     Raises:
         PassError: for dropout, an attention that is not SDPA, a mask that is neither causal nor a sliding window, or
@@ -83,14 +92,15 @@ def canonicalize_attention(graph: GraphModule, layers: int | None = None, contex
     if len(sites) < (layers or 1):  # more where a layer runs several times or calls attention twice
         raise _miscounted(graph, sites, layers)
     proven: dict[Node, int] = {}
+    prove = prove or functools.partial(_prove_window, proven=proven)
     for node in sites:
         given = attention_arguments(node)
         if given.dropout > 0.0:
             raise fault(node, "no dropout", f"attention dropout with p={given.dropout}: call model.eval() first")
-        window = _prove_window(graph, node, given, proven)
+        window = prove(graph, node, given)
         if context is not None and window >= context:
             window = 0
-        q, k, v = given.q, _grouped(given.k), _grouped(given.v)
+        q, k, v = given.q, ungrouped(given.k), ungrouped(given.v)
         heads, kv_heads, dim = tensor_meta(q).shape[1], tensor_meta(k).shape[1], tensor_meta(q).shape[3]
         if kv_heads != tensor_meta(v).shape[1] or heads % kv_heads:
             raise fault(node, "KV heads that divide the query heads", f"{heads} query and {kv_heads} key heads")
@@ -155,7 +165,7 @@ def _layer(node: Node) -> str | None:
     return None
 
 
-def _grouped(node: Node) -> Node:
+def ungrouped(node: Node) -> Node:
     """Look through repeat_kv: reshape(expand(unsqueeze(x, 2))) of [B, Hkv, S, D], or repeat_interleave on heads."""
     heads = tensor_meta(node).shape[1]
     if node.target is _aten.repeat_interleave.self_int:
@@ -216,7 +226,7 @@ def _prove_window(graph: GraphModule, node: Node, given: Attention, proven: dict
             input_ids: torch.zeros(1, length, dtype=torch.int64),
             position_ids: torch.arange(offset, offset + length)[None],
         }
-        window = _window(
+        window = window_of(
             evaluate(
                 graph, mask, feed, lambda n: type(n)(math.copysign(stand_in, n)) if abs(n) == replaced != 0.0 else n
             ),
@@ -321,7 +331,7 @@ def _numbers(graph: GraphModule, node: Node) -> list[float]:
     return found
 
 
-def _window(mask: Tensor, length: int) -> int | None:
+def window_of(mask: Tensor, length: int) -> int | None:
     """The window of a boolean mask, or an additive one of zeros and very negative numbers; 0 if it is plain causal."""
     if mask.shape[-2:] != (length, length):
         return None

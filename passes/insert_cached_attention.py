@@ -5,18 +5,24 @@
 
 The graph's inputs become (input_ids, *CacheState); position_ids is computed from the position in the state, so the
 positions that RoPE sees are true whatever was merged.
+
+A graph that Dynamo traced with a `ClusteredCache` has the state among its inputs already, hands it the new tokens by
+`k, v = ckv::update(k, v, *state, ...)`, and may have an input `padding` [B], the columns of a prompt to be skipped.
 """
 
 import dataclasses
+import operator
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ckv_compile.cache import CacheShape, CacheState
-from ckv_compile.graph import attention_arguments, fault, tensor_meta
-from ckv_compile.ops import attention, cached_attention, window_attention
+from ckv_compile.graph import attention_arguments, fault, inputs, state_inputs, tensor_meta
+from ckv_compile.ops import attention, cached_attention, update, window_attention
 from ckv_compile.schedule import Schedule
+
+_aten = torch.ops.aten
 
 
 def insert_cached_attention(graph: GraphModule, schedule: Schedule) -> int:
@@ -26,35 +32,63 @@ def insert_cached_attention(graph: GraphModule, schedule: Schedule) -> int:
         PassError: for an attention that canonicalize_attention has not seen, or none.
     """
     sites = _sites(graph)
-    input_ids, position_ids = (node for node in graph.graph.nodes if node.op == "placeholder")
-    with graph.graph.inserting_before(position_ids.next):
-        placeholders: Any = [graph.graph.placeholder(name) for name in CacheState._fields]
-        state = CacheState(*placeholders)
-        call = graph.graph.call_function
-        start = call(torch.ops.aten.unsqueeze.default, (state.position, 1))  # [B, 1]
-        steps = call(torch.ops.aten.sym_size.int, (input_ids, 1))
-        offsets = call(torch.ops.aten.arange.default, (steps,), {"device": tensor_meta(position_ids).device})  # [S]
-        positions = call(torch.ops.aten.add.Tensor, (start, offsets))  # [B, S]
-    position_ids.replace_all_uses_with(positions)
-    graph.graph.erase_node(position_ids)
+    given_inputs = inputs(graph)
+    position_ids, padding = given_inputs.get("position_ids"), given_inputs.get("padding")
+    has_cache = "keys" in given_inputs
+    if not has_cache:
+        assert position_ids is not None
+        with graph.graph.inserting_before(position_ids.next):
+            for name in CacheState._fields:
+                graph.graph.placeholder(name)
+    state = state_inputs(graph)
+    if position_ids is not None:
+        _count_positions(graph, position_ids, state.position, padding)
+    if position_ids is not None and not has_cache:
+        graph.graph.erase_node(position_ids)
 
-    plan = dataclasses.asdict(schedule)
+    call, plan = graph.graph.call_function, dataclasses.asdict(schedule)
+    skip: dict[str, Any] = {"padding": padding} if padding else {}
     windowed = clustered = 0
     for node in sites:
         given = attention_arguments(node)
-        tokens, rest = (given.q, given.k, given.v), (given.scale, given.sinks, given.softcap)
+        tokens = (given.q, _before_update(given.k), _before_update(given.v))
+        rest = (given.scale, given.sinks, given.softcap)
         with graph.graph.inserting_before(node):
             if given.window:
                 ring = (state.window_keys, state.window_values, state.position, state.active)
-                cached = call(window_attention, (*tokens, *ring, windowed, *rest))
+                cached = call(window_attention, (*tokens, *ring, windowed, *rest), skip)
             else:
-                cached = call(cached_attention, (*tokens, *state[:5], clustered, *rest), plan)
+                cached = call(cached_attention, (*tokens, *state[:5], clustered, *rest), plan | skip)
         windowed, clustered = windowed + (given.window > 0), clustered + (given.window == 0)
         cached.meta = dict(node.meta)
         node.replace_all_uses_with(cached)
         graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     return len(sites)
+
+
+def _count_positions(graph: GraphModule, position_ids: Node, position: Node, padding: Node | None) -> None:
+    """Compute what is read as position_ids [B or 1, S] from the position in the state [B]."""
+    input_ids, call = inputs(graph).get("input_ids", position_ids), graph.graph.call_function
+    with graph.graph.inserting_before(graph.graph.find_nodes(op="placeholder")[-1].next):
+        if padding is not None:
+            position = call(_aten.sub.Tensor, (position, padding))
+        if tensor_meta(position_ids).shape[0] == 1:  # for rows that are alike
+            position = call(_aten.slice.Tensor, (position, 0, 0, 1))
+        start = call(_aten.unsqueeze.default, (position, 1))  # [B, 1]
+        steps = call(_aten.sym_size.int, (input_ids, 1))
+        offsets = call(_aten.arange.default, (steps,), {"device": tensor_meta(position_ids).device})  # [S]
+        positions = call(_aten.add.Tensor, (start, offsets))  # [B, S]
+        if padding is not None:
+            positions = call(_aten.clamp_min.default, (positions, 0))
+    position_ids.replace_all_uses_with(positions, delete_user_cb=lambda user: user is not steps)
+
+
+def _before_update(node: Node) -> Node:
+    """What a model handed to `ckv::update`, of what it got back."""
+    if node.target is operator.getitem and (source := node.all_input_nodes[0]).target is update:
+        return source.all_input_nodes[node.args[1]]  # type: ignore[index]
+    return node
 
 
 def cache_shape(graph: GraphModule) -> CacheShape:

@@ -1,7 +1,7 @@
 """The two ops against the oracle, over streams of tokens that compact again and again."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckv_compile import ops
 from ckv_compile.cache import CacheShape, CacheState
-from ckv_compile.ops import attention, cached_attention, compact_, window_attention
+from ckv_compile.ops import append_, attention, cached_attention, compact_, window_attention
 from ckv_compile.reference import CacheRows, Row, compress_row
 from ckv_compile.schedule import Schedule
 
@@ -159,6 +159,10 @@ def test_opcheck(dtype: torch.dtype, dim: int, steps: int) -> None:
         arguments = (q, k, v, ring, ring.clone(), state.position, state.active, 1, SCALE, *extra)
         torch.library.opcheck(window_attention, arguments)
     torch.library.opcheck(compact_, (*state[:6], steps, *PLAN))
+    for windowed in (False, True):
+        rings = (torch.zeros(2, LAYERS, KV_HEADS, 7, dim, dtype=dtype),) * 2
+        arguments = (k, v, *state[:6], rings[0], rings[1].clone(), 1, windowed, *PLAN, torch.tensor([0, steps - 1]))
+        torch.library.opcheck(append_, arguments)
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("1", marks=needs_kernel), "0"], ids=["kernel", "pytorch"])
@@ -359,6 +363,37 @@ def test_garbage_past_fill_is_never_read() -> None:
     for step, steps in enumerate([6, *[1] * 30, 40, *[1] * 10]):
         turn = random_turn(1, steps, 8, torch.float32, seed=step)
         assert torch.equal(run_ops(clean, turn), run_ops(dirty, turn))
+
+
+@pytest.mark.parametrize("steps", [3, 40])
+@pytest.mark.parametrize("windowed", [False, True], ids=["clustered", "window"])
+def test_padding_is_skipped_bit_for_bit(steps: int, windowed: bool) -> None:
+    """A row behind padding gets and leaves what it does alone; `append_` leaves the same state."""
+    shape = CacheShape(LAYERS, KV_HEADS, 8, torch.float32, torch.device("cpu"), 7, LAYERS, KV_HEADS, 8)
+    batch, alone, appended = (CacheState.allocate(shape, CAPACITY, 2) for _ in range(3))
+    q, k, v = (part[0] for part in random_turn(2, steps, 8, torch.float32, seed=0))
+    pads = torch.tensor([2, 0])
+    q[0, :, :2] = k[0, :, :2] = v[0, :, :2] = torch.nan
+
+    def attend(state: CacheState, tokens: Sequence[Tensor], padding: Tensor | None) -> Tensor:
+        if windowed:
+            ring = (state.window_keys, state.window_values, state.position, state.active)
+            out = window_attention(*tokens, *ring, 1, SCALE, None, 0.0, padding)
+        else:
+            out = cached_attention(*tokens, *state[:5], 1, SCALE, None, 0.0, *PLAN, padding)
+        compact_(*state[:6], tokens[0].shape[2], *PLAN, padding)
+        return out
+
+    out = attend(batch, (q, k, v), pads)
+    assert not out[0, :, :2].any()
+    for b, pad in enumerate(pads.tolist()):
+        rows = [part[b : b + 1, :, pad:] for part in (q, k, v)]
+        assert torch.equal(attend(alone.row(b), rows, None), out[b : b + 1, :, pad:])
+    append_(k, v, *appended, 1, windowed, *PLAN, pads)
+    compact_(*appended[:6], steps, *PLAN, pads)
+    for name, found in batch._asdict().items():
+        assert torch.equal(found, getattr(alone, name)), name
+        assert torch.equal(found, getattr(appended, name)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -1,0 +1,393 @@
+"""The torch.compile backend "ckv": an original model, in transformers' own loop, over a clustered cache.
+
+    cache = ckv_compile.cache_for(model, budget=1024)
+    model.forward = torch.compile(model.forward, backend="ckv")
+    model.generate(**inputs, past_key_values=cache)
+
+The model calls `ClusteredCache.update` in every layer, which Dynamo traces as `ckv::update`. The graph goes through the
+passes of `transform`: its attention becomes one over the state of the cache, which is among the graph's inputs. A graph
+of one new token a row is compiled by Inductor; one of several runs as it is.
+
+Dynamo hands over one graph for each shape, so a mask is not proven here for all lengths, as in `transform`: `cache_for`
+has proven the masks of the model, and here those of the graph are compared with them at its length, and those that come
+as inputs at every call.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+from ckv_compile.cache import CacheState, ClusteredCache
+from ckv_compile.config import CKVConfig
+from ckv_compile.errors import ConfigError, InputError, UnsupportedModelError
+from ckv_compile.graph import (
+    ATTENTION_TARGETS,
+    Attention,
+    ancestors,
+    evaluate,
+    fault,
+    inputs,
+    state_inputs,
+    tensor_meta,
+)
+from ckv_compile.inputs import check_positions, check_range
+from ckv_compile.model import allocate_cache, rewrite_model
+from ckv_compile.ops import update, window_attention
+from ckv_compile.passes.canonicalize_attention import canonicalize_attention, ungrouped, window_of
+from ckv_compile.passes.insert_cached_attention import insert_cached_attention
+from ckv_compile.passes.insert_compaction import insert_compaction
+from ckv_compile.passes.reduce_linear import reduce_linear
+from ckv_compile.pipeline import Pass, run_passes
+from ckv_compile.schedule import Schedule
+
+_MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "eager")
+_STATE_ARGUMENTS = slice(2, 2 + len(CacheState._fields))  # of ckv::update
+
+
+def cache_for(
+    model: nn.Module, config: CKVConfig | None = None, *, batch_size: int = 1, **options: Any
+) -> ClusteredCache:
+    """Make a cache that an original model can be given, once its forward is compiled by the backend "ckv".
+
+    The model is captured and rewritten as in `transform`, to find what the cache must hold and to prove that it can
+    stand for the model's own; it is not changed.
+
+    Args:
+        model: as in `transform`; its attention must call scaled_dot_product_attention, and `update` of its cache.
+        config: the configuration; or pass its fields as options, `budget` at least.
+        batch_size: rows of the cache.
+        **options: fields of `CKVConfig`.
+
+    Raises:
+        ConfigError: for a bad or unknown option.
+        InputError: for a batch size outside 1..max_batch_size.
+        UnsupportedModelError: for a model that cannot be captured or rewritten, with the reason.
+    """
+    rewritten, config = rewrite_model(model, config, options)
+    if rewritten.passes[0].matches:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changes its rotary frequencies with the length of its input: use transform(), "
+            "which chooses them once"
+        )
+    attention = [node for node in rewritten.graph.graph.nodes if node.target in _CACHED]
+    windowed = tuple(node.target is window_attention for node in attention)
+    cache = allocate_cache(rewritten.shape, config, batch_size)
+    return ClusteredCache(cache.shape, cache.schedule, cache.state, windowed=windowed, positions=rewritten.positions)
+
+
+_CACHED = (torch.ops.ckv.cached_attention.default, window_attention)
+
+
+def backend(
+    graph: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph that Dynamo traced of a forward which was given a `ClusteredCache`.
+
+    Args:
+        graph: with the state of the cache among its inputs.
+        example_inputs: not used: the graph says their shapes.
+        options: fields of `CKVConfig`; they must be those of the cache.
+        mode: None or "default" compile the step of one token a row; "reduce-overhead" also records it as a CUDA graph;
+            "max-autotune" has Inductor choose its kernels by trial; "eager" compiles nothing.
+
+    Raises:
+        ConfigError: for an unknown mode or option, or one that is not the cache's.
+        UnsupportedModelError: for a graph without the cache, with a part of it, or that a pass refuses (`PassError`).
+    """
+    if mode not in _MODES:
+        raise ConfigError(f"mode={mode!r}: choose one of {', '.join(map(repr, _MODES))}")
+    aten = _to_aten(graph)
+    updates = aten.graph.find_nodes(op="call_function", target=update)
+    if not updates:
+        _refuse_without_cache(aten)
+    schedule = _name_inputs(aten, graph, updates)
+    _check_options(options or {}, schedule, aten)
+    _check_layers(aten, updates)
+    steps = tensor_meta(updates[0].args[0]).shape[2]
+    masks: dict[Node, int] = {}
+    prove = functools.partial(_prove_at_this_length, proven={}, masks=masks)
+    results = run_passes(aten, [functools.partial(canonicalize_attention, layers=len(updates), prove=prove)])
+    if steps != 1:
+        placeholders = aten.graph.find_nodes(op="placeholder")
+        with aten.graph.inserting_after(placeholders[-1]):
+            aten.graph.placeholder("padding").meta["val"] = tensor_meta(state_inputs(aten).position)
+    passes: list[Pass] = [
+        functools.partial(insert_cached_attention, schedule=schedule),
+        functools.partial(insert_compaction, schedule=schedule),
+    ]
+    on_cpu = tensor_meta(state_inputs(aten).keys).device.type == "cpu"
+    if steps == 1 and on_cpu and mode != "eager":
+        passes.append(reduce_linear)
+    run_passes(aten, passes, before=results)
+    names = list(inputs(aten))
+    call = _Call(
+        program=_compile(aten, mode) if steps == 1 and mode != "eager" else aten.forward,
+        steps=_size_at_run_time(aten, steps),
+        position=names.index("position"),
+        position_ids=names.index("position_ids") if "position_ids" in names else None,
+        input_ids=names.index("input_ids") if "input_ids" in names else None,
+        masks=tuple((names.index(str(node.target)), window) for node, window in masks.items()),
+        vocabulary=_vocabulary(aten),
+    )
+    return call.run
+
+
+class _Call(NamedTuple):
+    """What Dynamo calls: the checks of `CKVForCausalLM.forward`, then the program."""
+
+    program: Callable[..., Any]
+    steps: int | tuple[int, int]  # tokens a row, or the input and dimension that say it
+    position: int  # index of an input
+    position_ids: int | None
+    input_ids: int | None
+    masks: tuple[tuple[int, int], ...]  # inputs, and the window that each must show
+    vocabulary: int | None
+
+    def run(self, *given: Any) -> Any:
+        """Advance the cache whose state is among the inputs, and return what the forward computes.
+
+        Raises:
+            InputError: for positions, masks or token ids that do not fit; the cache is then as it was.
+        """
+        cache = ClusteredCache.of(given[self.position])
+        steps = self.steps if isinstance(self.steps, int) else given[self.steps[0]].shape[self.steps[1]]
+        cache.check_whole()
+        check_positions(cache.columns + steps, cache.positions)
+        positions = None if self.position_ids is None else given[self.position_ids]
+        extra: tuple[Tensor, ...] = ()
+        if steps > 1:
+            if self.input_ids is not None and self.vocabulary is not None:
+                check_range(given[self.input_ids], self.vocabulary)
+            padding = None if positions is None else cache.padding(positions)
+            padding = torch.zeros_like(cache.state.position) if padding is None else padding
+            extra = (padding,)
+        if steps > 1 or not given[self.position].is_cuda:  # a step on CUDA does not wait for the device
+            if steps == 1 and positions is not None:
+                cache.padding(positions)
+            for index, window in self.masks:
+                _check_mask(given[index], steps, window, extra[0] if extra else cache.state.position * 0)
+        cache.broken = True
+        with torch.no_grad():
+            output = self.program(*given, *extra)
+        cache.columns += steps
+        cache.broken = False
+        return output
+
+
+def _to_aten(graph: GraphModule) -> GraphModule:
+    """Trace Dynamo's graph of torch functions and methods into one of aten operators, the form that export gives."""
+    fakes = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    for node, fake in zip(graph.graph.find_nodes(op="placeholder"), fakes, strict=True):
+        # With dynamic=True the float attributes of modules are inputs too; here they are numbers, with a guard each.
+        if isinstance(number := getattr(fake, "item_memo", None), torch.SymFloat):
+            for user in list(node.users):
+                user.replace_all_uses_with(float(number))
+                graph.graph.erase_node(user)
+    with torch.no_grad(), preserve_node_meta():
+        aten = make_fx(torch.fx.Interpreter(graph).run, tracing_mode="symbolic", pre_dispatch=True)(*fakes)
+    aten.meta |= graph.meta
+    for node, traced in zip(
+        graph.graph.find_nodes(op="placeholder"), aten.graph.find_nodes(op="placeholder"), strict=True
+    ):
+        traced.meta["tensor_dict"] = node.meta.get("tensor_dict")  # tells Inductor which inputs stay where they are
+    return aten
+
+
+def _name_inputs(aten: GraphModule, graph: GraphModule, updates: list[Node]) -> Schedule:
+    """Give the inputs that the passes look at their names, and return the schedule of the cache."""
+    for node, traced in zip(
+        graph.graph.find_nodes(op="placeholder"), aten.graph.find_nodes(op="placeholder"), strict=True
+    ):
+        source = node.meta["grapharg"].source.name
+        source = source() if callable(source) else source
+        for name in ("input_ids", "position_ids"):
+            if source.endswith(f"['{name}']"):
+                traced.target = name
+    for name, node in zip(CacheState._fields, updates[0].args[_STATE_ARGUMENTS], strict=True):
+        assert isinstance(node, Node)
+        node.target = name
+    if len({node.args[_STATE_ARGUMENTS] for node in updates}) > 1:
+        raise UnsupportedModelError("this forward updates more than one ClusteredCache: compile each model by itself")
+    aten.recompile()
+    plan: Any = updates[0].args[_STATE_ARGUMENTS.stop + 2 :]
+    return Schedule(*plan)
+
+
+def _check_options(options: Mapping[str, Any], schedule: Schedule, aten: GraphModule) -> None:
+    capacity = int(tensor_meta(state_inputs(aten).keys).shape[3])
+    own = dataclasses.asdict(schedule) | {"interval": capacity - schedule.budget}
+    config = CKVConfig.from_options(own | dict(options))
+    for name, value in own.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"options={{{name!r}: {getattr(config, name)!r}}} of the backend, but the cache was made with "
+                f"{name}={value!r}: pass the options to cache_for() alone, or the same to both"
+            )
+
+
+def _refuse_without_cache(aten: GraphModule) -> None:
+    if any(node.target in ATTENTION_TARGETS for node in aten.graph.nodes):
+        raise UnsupportedModelError(
+            'the backend "ckv" got a graph whose attention has no ClusteredCache: make one by '
+            "ckv_compile.cache_for(model, budget=...), and pass it to the model as its cache (past_key_values=)"
+        )
+    raise UnsupportedModelError(
+        'the backend "ckv" got a graph without attention and without a ClusteredCache: compile the forward of the '
+        "whole model, and where that has graph breaks (fullgraph=True shows the first), remove them"
+    )
+
+
+def _check_layers(aten: GraphModule, updates: list[Node]) -> None:
+    """Refuse a graph that has not every layer of the cache exactly once."""
+    state = state_inputs(aten)
+    counts = (int(tensor_meta(state.keys).shape[1]), int(tensor_meta(state.window_keys).shape[1]))
+    expected = [(layer, bool(kind)) for kind, count in enumerate(counts) for layer in range(count)]
+    found = [node.args[_STATE_ARGUMENTS.stop : _STATE_ARGUMENTS.stop + 2] for node in updates]
+    if sorted(map(tuple, found), key=lambda each: (each[1], each[0])) != expected:
+        raise UnsupportedModelError(
+            f'the backend "ckv" got a graph that updates {len(set(found))} of the cache\'s {len(expected)} layers: the '
+            "forward has a graph break between them (fullgraph=True shows it), or the cache is another model's"
+        )
+    attention = sum(node.target in ATTENTION_TARGETS for node in aten.graph.nodes)
+    if attention < len(updates):
+        raise UnsupportedModelError(
+            f'the backend "ckv" found {attention} calls of scaled_dot_product_attention for {len(updates)} layers: '
+            'load the model with attn_implementation="sdpa", or where it has none (score caps, learned sinks) use '
+            "transform()"
+        )
+
+
+def _layer_of(given: Attention) -> tuple[int, bool] | None:
+    """Layer and kind of the `ckv::update` that an attention gets its keys from."""
+    k = ungrouped(given.k)
+    source = k.all_input_nodes[0] if k.target is operator.getitem else k
+    if source.target is not update:
+        return None
+    layer, windowed = source.args[_STATE_ARGUMENTS.stop : _STATE_ARGUMENTS.stop + 2]
+    return int(layer), bool(windowed)
+
+
+def _prove_at_this_length(
+    graph: GraphModule, node: Node, given: Attention, proven: dict[tuple[Node, int], bool], masks: dict[Node, int]
+) -> int:
+    """Return the window of the layer that an attention belongs to, if its mask shows it at the length of the graph.
+
+    A mask that depends on inputs is proven to be what they say; which they are goes to `masks`, with the window.
+    """
+    layer = _layer_of(given)
+    if layer is None:
+        raise fault(node, "keys that ClusteredCache.update() returned", f"{given.k.name}")
+    window = int(tensor_meta(state_inputs(graph).window_keys).shape[3]) if layer[1] else 0
+    queries, keys = (_hint(tensor_meta(tensor).shape[2]) for tensor in (given.q, given.k))
+    if queries != keys:
+        raise fault(node, "as many keys as queries", f"{keys} keys for {queries} queries")
+    mask = given.mask
+    if mask is None:
+        if not given.is_causal and queries > 1:
+            raise fault(node, "causal attention", "attention without a mask: every token sees the later ones")
+        return window
+    if (mask, window) not in proven:
+        feed, found_in = {}, ancestors(mask)
+        for source in graph.graph.find_nodes(op="placeholder"):
+            if source in found_in:
+                feed[source] = _stand_in(source, queries, window)
+        found = window_of(evaluate(graph, mask, feed), queries)
+        if found != (window if window < queries else 0):
+            raise fault(
+                node,
+                f"a window of {window} tokens" if window else "a causal mask",
+                f"another mask, at the length of {queries} tokens",
+            )
+        named = (*CacheState._fields, "position_ids", "input_ids")
+        for source in feed:
+            if str(source.target) not in named and isinstance(source.meta["val"], Tensor):
+                masks[source] = window
+        proven[mask, window] = True
+    return window
+
+
+def _stand_in(source: Node, steps: int, window: int) -> Any:
+    """What an input of a mask is at the first tokens of a row without padding."""
+    like = source.meta["val"]
+    if not isinstance(like, Tensor):
+        return _hint(like)
+    shape = tuple(_hint(size) for size in like.shape)
+    if str(source.target) == "position_ids":
+        return torch.arange(steps).expand(shape)
+    if len(shape) == 4:  # a mask as it is
+        seen = _seen(steps, window).expand(shape)
+        return seen if like.dtype == torch.bool else torch.zeros(shape, dtype=like.dtype).masked_fill(~seen, -1e9)
+    return torch.full(shape, str(source.target) not in CacheState._fields, dtype=like.dtype)
+
+
+def _hint(size: Any) -> int:
+    """The number that a symbolic size has in the call that is being traced."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _seen(steps: int, window: int, device: torch.device | None = None) -> Tensor:
+    """Which of as many tokens each sees [S, S]: the last `window`, or all up to itself."""
+    seen = torch.ones(steps, steps, dtype=torch.bool, device=device).tril()
+    return seen.triu(1 - window) if window else seen
+
+
+def _check_mask(mask: Tensor, steps: int, window: int, padding: Tensor) -> None:
+    """Refuse a mask that hides more or less than the padding [B] and what is not in the window."""
+    shown = torch.arange(steps, device=mask.device) >= padding[:, None]  # [B, S]
+    hidden = ~mask if mask.dtype == torch.bool else (mask == 0 if mask.ndim == 2 else mask <= -1e4)
+    if mask.ndim == 2:
+        fits = mask.shape[1] >= steps and bool((~hidden[:, -steps:] == shown).all())
+    else:
+        expected = _seen(steps, window, mask.device) & shown[:, None, None, :]
+        fits = mask.shape[-2:] == (steps, steps) and bool(
+            ((~hidden == expected) | ~shown[:, None, :, None]).all()  # what padding sees does not matter
+        )
+    if not fits:
+        raise InputError(
+            f"an attention_mask of {tuple(mask.shape)} that hides other tokens than the padding at the left of each "
+            f"row, {padding.tolist()} of {steps} columns as position_ids tell: pad on the left, and pass position_ids "
+            "that start with 0 behind the padding, as generate() does"
+        )
+
+
+def _size_at_run_time(graph: GraphModule, size: Any) -> int | tuple[int, int]:
+    """A static size, or the input and dimension where a symbolic one is found."""
+    if isinstance(size, int):
+        return size
+    for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        shape: Sequence[Any] = getattr(node.meta["val"], "shape", ())
+        for dim, found in enumerate(shape):
+            if isinstance(found, torch.SymInt) and found.node.expr == size.node.expr:
+                return index, dim
+    raise UnsupportedModelError("the number of new tokens cannot be read from the size of an input")
+
+
+def _vocabulary(graph: GraphModule) -> int | None:
+    """Rows of the table that token ids are looked up in."""
+    input_ids = inputs(graph).get("input_ids")
+    for node in input_ids.users if input_ids is not None else ():
+        if node.target is torch.ops.aten.embedding.default:
+            return int(tensor_meta(node.all_input_nodes[0]).shape[0])
+    return None
+
+
+def _compile(graph: GraphModule, mode: str | None) -> Callable[..., Any]:
+    patches: dict[str, Any] = {}
+    if mode is not None and mode != "default":
+        patches = dict(torch._inductor.list_mode_options(mode))
+    fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    compiled: Any = compile_fx(graph, fakes, config_patches=patches)
+    return compiled  # type: ignore[no-any-return]
