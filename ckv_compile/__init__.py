@@ -3,6 +3,7 @@
 from ckv_compile.cache import ClusteredCache
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import (
+    ArtifactError,
     CKVError,
     CompileError,
     ConcurrentUseError,
@@ -11,11 +12,12 @@ from ckv_compile.errors import (
     PassError,
     UnsupportedModelError,
 )
-from ckv_compile.model import CKVForCausalLM, transform
+from ckv_compile.model import CKVForCausalLM, load, transform
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArtifactError",
     "CKVConfig",
     "CKVError",
     "CKVForCausalLM",
@@ -26,5 +28,6 @@ __all__ = [
     "InputError",
     "PassError",
     "UnsupportedModelError",
+    "load",
     "transform",
 ]
