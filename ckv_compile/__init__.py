@@ -4,6 +4,7 @@ from ckv_compile.backend import cache_for
 from ckv_compile.cache import ClusteredCache
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import (
+    ArtifactError,
     CKVError,
     CompileError,
     ConcurrentUseError,
@@ -12,11 +13,12 @@ from ckv_compile.errors import (
     PassError,
     UnsupportedModelError,
 )
-from ckv_compile.model import CKVForCausalLM, transform
+from ckv_compile.model import CKVForCausalLM, load, transform
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArtifactError",
     "CKVConfig",
     "CKVError",
     "CKVForCausalLM",
@@ -28,5 +30,6 @@ __all__ = [
     "PassError",
     "UnsupportedModelError",
     "cache_for",
+    "load",
     "transform",
 ]

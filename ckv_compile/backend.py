@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
@@ -385,6 +384,8 @@ def _vocabulary(graph: GraphModule) -> int | None:
 
 
 def _compile(graph: GraphModule, mode: str | None) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx  # takes a second to import
+
     patches: dict[str, Any] = {}
     if mode is not None and mode != "default":
         patches = dict(torch._inductor.list_mode_options(mode))

@@ -50,3 +50,7 @@ class InputError(CKVError, ValueError):
 
 class ConcurrentUseError(CKVError, RuntimeError):
     """A second thread entered a model that is already running."""
+
+
+class ArtifactError(CKVError, ValueError):
+    """A saved model that is damaged, not made for this place, or cannot be written."""

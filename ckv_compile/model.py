@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,12 +27,11 @@ from transformers.generation import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ckv_compile import snapshot
+from ckv_compile import artifact, snapshot
 from ckv_compile.cache import CacheShape, CacheState, ClusteredCache
 from ckv_compile.capture import device_of
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import (
-    CKVError,
     CompileError,
     ConcurrentUseError,
     ConfigError,
@@ -94,7 +94,16 @@ def transform(
     """
     mode = check_mode(compile)
     rewritten, config = rewrite_model(model, config, options)
-    return CKVForCausalLM(model, rewritten, config, mode)
+    is_pretrained = isinstance(model, PreTrainedModel)
+    saved = artifact.Saved(
+        rewritten,
+        config,
+        copy.deepcopy(model.config) if is_pretrained else PreTrainedConfig(vocab_size=rewritten.vocabulary),
+        copy.deepcopy(model.generation_config) if is_pretrained else GenerationConfig(),
+    )
+    ours = CKVForCausalLM(saved, mode)
+    ours.train(model.training)
+    return ours
 
 
 def rewrite_model(model: nn.Module, config: CKVConfig | None, options: dict[str, Any]) -> tuple[Rewritten, CKVConfig]:
@@ -126,13 +135,36 @@ def allocate_cache(shape: CacheShape, config: CKVConfig, batch_size: int) -> Clu
     return ClusteredCache(shape, config.schedule, state)
 
 
+def load(
+    path: str | os.PathLike[str], *, device: str | torch.device | None = None, compile: str | None = None
+) -> "CKVForCausalLM":
+    """Load a model that `CKVForCausalLM.save_pretrained` wrote, without the code of the model it was made of.
+
+    Nothing is loaded unless every file is as it was saved. The weights of a model on the CPU stay in their file, of
+    which all processes that load it share one copy in memory: do not write to it while they run.
+
+    Args:
+        path: the folder.
+        device: None takes the one that it was saved on; no other can be given.
+        compile: a mode of `transform`; or "aot", which uses the decode steps that were compiled when it was saved and
+            compiles those of other batch sizes at their first use. None is "aot" where there are some that this machine
+            can run, and "inductor" elsewhere.
+
+    Raises:
+        ConfigError: for a mode that does not exist.
+        ArtifactError: if the folder is damaged, no artifact, or cannot be used here, with the reason.
+    """
+    loaded = artifact.read(path, device=device, compile=compile)
+    return CKVForCausalLM(loaded.saved, loaded.mode, loaded.programs)
+
+
 class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A causal LM whose attention reads a clustered KV cache of budget + interval slots per KV head.
 
-    Made by `transform`. `generate()` is transformers' own, for greedy search and sampling: the options of every
-    version, checked and prepared by transformers. Where they allow (greedy, temperature, top-k, top-p, min-p,
-    repetition penalty, end-of-sequence tokens, streamers), tokens come from `runtime.decode_loop`; for all others from
-    transformers' own loop, one `forward` a token.
+    Made by `transform`, or by `load` of what `save_pretrained` wrote. `generate()` is transformers' own, for greedy
+    search and sampling: the options of every version, checked and prepared by transformers. Where they allow (greedy,
+    temperature, top-k, top-p, min-p, repetition penalty, end-of-sequence tokens, streamers), tokens come from
+    `runtime.decode_loop`; for all others from transformers' own loop, one `forward` a token.
 
     A prompt is prefilled row by row without its padding, and a row of a batch never depends on its neighbours. The
     decode program of each batch size is compiled at its first use; `warm_up` does that ahead.
@@ -146,28 +178,27 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     main_input_name = "input_ids"
     _supports_sdpa = True
 
-    def __init__(self, model: nn.Module, rewritten: Rewritten, config: CKVConfig, mode: CompileMode) -> None:
-        is_pretrained = isinstance(model, PreTrainedModel)
-        own_config: Any = (
-            copy.deepcopy(model.config) if is_pretrained else PreTrainedConfig(vocab_size=rewritten.vocabulary)
-        )
+    def __init__(
+        self, saved: artifact.Saved, mode: CompileMode, programs: Mapping[int, Program] = MappingProxyType({})
+    ) -> None:
+        rewritten, config, own_config, generation_config = saved
         own_config._attn_implementation = "sdpa"
         own_config._experts_implementation = "eager"  # of this class, which has no experts: they are in the graph
         super().__init__(own_config)
-        self.generation_config = copy.deepcopy(model.generation_config) if is_pretrained else GenerationConfig()
+        self.generation_config = generation_config
         self.ckv_config = config
         self.cache_shape = rewritten.shape
         self.graph = rewritten.graph
         self._rewritten = rewritten
         self._mode = mode
-        self._decode_programs: dict[int, Program] = {}
+        self._decode_programs = dict(programs)  # by the rows that they serve
         self._steps: weakref.WeakKeyDictionary[ClusteredCache, list[DecodeStep]] = weakref.WeakKeyDictionary()
         self._records = mode == "inductor" and rewritten.shape.device.type == "cuda"
         self._idle: ClusteredCache | None = None  # of the last call; its recorded steps are bound to it
         self._lent: ClusteredCache | None = None  # to the generate() that runs
         self._progress: Progress | None = None  # of the generate() that runs
         self._running = threading.RLock()
-        self.train(model.training)
+        self.eval()
 
     @property
     def passes(self) -> tuple[PassResult, ...]:
@@ -270,9 +301,33 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             finally:
                 self._lent = self._progress = None
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: there is no format yet from which a compiled model could be loaded."""
-        raise CKVError("a compiled model cannot be saved; save the original model, and transform() it after loading")
+    def save_pretrained(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tokenizer: Any = None,
+        aot: Sequence[int] = (),
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Write this model to a folder from which `ckv_compile.load` brings it back, whole or not at all.
+
+        Args:
+            path: the folder; an artifact that is there already is replaced, anything else is refused.
+            tokenizer: the tokenizer, to save with it.
+            aot: batch sizes whose decode step is compiled now, for machines like this one, so that the first token
+                need not wait for it.
+            max_shard_size: bytes of a file of weights, at most, as a number or like "5GB".
+
+        Raises:
+            ArtifactError: if the folder holds something else, or the model has what the format cannot hold.
+            ConfigError: for batch sizes that this model does not serve.
+            CompileError: if a step cannot be compiled here.
+            ConcurrentUseError: if another thread is using this model.
+            OSError: if a file cannot be written.
+        """
+        saved = artifact.Saved(self._rewritten, self.ckv_config, self.config, self.generation_config)
+        with self._exclusive(), _programs_run_on(self.device):
+            artifact.save(saved, path, tokenizer=tokenizer, aot=aot, max_shard_size=max_shard_size)
 
     def forward(
         self,

@@ -13,8 +13,9 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -69,6 +70,7 @@ class Rewritten(NamedTuple):
     vocabulary: int  # token ids that it takes
     positions: int | None  # positions that it has learned, if they end
     passes: tuple[PassResult, ...]
+    steps: Mapping[int, GraphModule] = MappingProxyType({})  # decode steps that are traced already, by their rows
 
 
 def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
@@ -193,6 +195,23 @@ def _difference(found: Tensor, expected: Tensor, shape: CacheShape) -> str:
     return "" if error < tolerance else f"logits differ by {error:.1%}"
 
 
+def decode_graph(rewritten: Rewritten, state: CacheState) -> GraphModule:
+    """Trace the decode step of the rows of a cache, in which every shape is static, and run the passes for it.
+
+    Args:
+        rewritten: the model after the passes.
+        state: a cache of as many rows; it is looked at, not changed.
+    """
+    rows = state.fill.shape[0]
+    if rows in rewritten.steps:
+        return rewritten.steps[rows]
+    ids = torch.zeros(rows, 1, dtype=torch.int64, device=rewritten.shape.device)
+    graph = reexport(rewritten.graph, ids, state)
+    if rewritten.shape.device.type == "cpu":
+        run_passes(graph, [reduce_linear], before=rewritten.passes)
+    return graph
+
+
 def decode_program(rewritten: Rewritten, state: CacheState) -> Program:
     """Compile the decode step of the rows of a cache: one program in which every shape is static.
 
@@ -203,10 +222,7 @@ def decode_program(rewritten: Rewritten, state: CacheState) -> Program:
         rewritten: the model after the passes.
         state: a cache of as many rows; it is looked at, not changed.
     """
-    ids = torch.zeros(state.fill.shape[0], 1, dtype=torch.int64, device=rewritten.shape.device)
-    graph = reexport(rewritten.graph, ids, state)
-    if rewritten.shape.device.type == "cpu":
-        run_passes(graph, [reduce_linear], before=rewritten.passes)
+    graph = decode_graph(rewritten, state)
     # Its forward, not the module: the call of a GraphModule hides errors of an op behind its own handling of them.
     return torch.compile(graph.forward, fullgraph=True, dynamic=False, options={"guard_filter_fn": _no_guards})
 

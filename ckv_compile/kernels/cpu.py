@@ -3,7 +3,8 @@
 Inductor's own tool chain compiles `decode_attention.cpp` on first use: it finds the compiler, chooses the
 instruction set of this machine, links the OpenMP runtime that torch uses, and keeps the library on disk.
 Where that fails, or where the environment says CKV_CPU_KERNEL=0, `is_available` is False and the caller
-keeps to the PyTorch form of the same attention.
+keeps to the PyTorch form of the same attention. `library` names the compiled file, and a process that is
+given it by `use_library` before the first use compiles nothing.
 """
 
 import ctypes
@@ -30,6 +31,7 @@ _ARGTYPES = [ctypes.c_void_p] * 10 + [ctypes.c_int64] * 7 + [ctypes.c_float] * 2
 _FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
 
 _build_lock = threading.Lock()
+_given: list[ctypes.CDLL] = []  # at most one, until `_build` takes it
 
 
 def is_available(dtype: torch.dtype) -> bool:
@@ -148,23 +150,51 @@ def decode_attention(
     return out
 
 
+def library() -> Path | None:
+    """The file of the compiled kernel, which the first call builds; None where it cannot be built."""
+    with _build_lock:
+        built = _build()
+    return None if built is None else Path(built._name)
+
+
+def use_library(path: Path) -> None:
+    """Load the kernel from a file that `library` named, on a machine of the same instructions, in place of a build.
+
+    A process that has the kernel already keeps it.
+
+    Raises:
+        OSError: if it is no library that can be loaded here.
+    """
+    given = ctypes.CDLL(str(path))
+    if not hasattr(given, _SYMBOLS[torch.float32]):
+        raise OSError(f"{path} is a library, but not of this kernel")
+    with _build_lock:
+        if not _build.cache_info().currsize:
+            _given[:] = [given]
+
+
 @cache
 def _kernels() -> dict[torch.dtype, Callable[..., int]]:
     """The compiled functions by dtype, without those that this machine lacks; empty if they cannot be built."""
     with _build_lock:  # for threads that arrive before the first result is cached
-        return _build()
-
-
-@cache
-def _build() -> dict[torch.dtype, Callable[..., int]]:
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        library = CppCodeCache.load(_SOURCE.read_text(), extra_flags=_FLAGS)
-        functions = {dtype: getattr(library, symbol) for dtype, symbol in _SYMBOLS.items() if hasattr(library, symbol)}
-    except Exception as error:  # no compiler, a failed build, another torch: all end in the fallback
-        _log.warning("no CPU decode kernel, using the PyTorch form instead: %s", error)
+        built = _build()
+    if built is None:
         return {}
+    functions = {dtype: getattr(built, symbol) for dtype, symbol in _SYMBOLS.items() if hasattr(built, symbol)}
     for function in functions.values():
         function.argtypes, function.restype = _ARGTYPES, ctypes.c_int64
     return functions
+
+
+@cache
+def _build() -> ctypes.CDLL | None:
+    if _given:
+        return _given.pop()
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        built: ctypes.CDLL = CppCodeCache.load(_SOURCE.read_text(), extra_flags=_FLAGS)
+    except Exception as error:  # no compiler, a failed build, another torch: all end in the fallback
+        _log.warning("no CPU decode kernel, using the PyTorch form instead: %s", error)
+        return None
+    return built
