@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, multiprocessors, signature
+from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, launch, multiprocessors, signature
 
 MAX_HEAD_DIM = 256
 """Largest head that the tiles are laid out for."""
@@ -178,24 +178,23 @@ def _decode(
         partial = torch.empty(batch * kv_heads, parts, group, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch * kv_heads, parts, group, dtype=torch.float32, device=q.device)
     blocks = decode_blocks(dim, q.element_size())
-    with torch.cuda.device_of(q):
-        _decode_kernel[(batch * kv_heads, parts)](
-            q, k, v, keys, values, out if degree is None else degree, fill.contiguous(), active.contiguous(),
-            out if sinks is None else sinks.contiguous(), out, partial, lse,
-            *_in_base_2(scale, softcap), layer, layers, kv_heads, group, capacity, parts,
-            q.stride(0) // dim, q.stride(1) // dim,
-            k.stride(0) // dim, k.stride(1) // dim,
-            v.stride(0) // dim, v.stride(1) // dim,
-            HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_G=max(blocks.m, triton.next_power_of_2(group)), BLOCK_N=blocks.n,
-            RING=degree is None, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, SPLIT=parts > 1,
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    launch(_decode_kernel, (batch * kv_heads, parts))(
+        q, k, v, keys, values, out if degree is None else degree, fill.contiguous(), active.contiguous(),
+        out if sinks is None else sinks.contiguous(), out, partial, lse,
+        *_in_base_2(scale, softcap), layer, layers, kv_heads, group, capacity, parts,
+        q.stride(0) // dim, q.stride(1) // dim,
+        k.stride(0) // dim, k.stride(1) // dim,
+        v.stride(0) // dim, v.stride(1) // dim,
+        HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_G=max(blocks.m, triton.next_power_of_2(group)), BLOCK_N=blocks.n,
+        RING=degree is None, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, SPLIT=parts > 1,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
+    if parts > 1:
+        launch(_combine_kernel, (batch * heads,))(
+            partial, lse, out, group, parts,
+            HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_S=COMBINE.n,
+            num_warps=COMBINE.num_warps, num_stages=COMBINE.num_stages,
         )  # fmt: skip
-        if parts > 1:
-            _combine_kernel[(batch * heads,)](
-                partial, lse, out, group, parts,
-                HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_S=COMBINE.n,
-                num_warps=COMBINE.num_warps, num_stages=COMBINE.num_stages,
-            )  # fmt: skip
     return out.transpose(1, 2)
 
 
@@ -246,20 +245,19 @@ def extend_attention(
     q, k, v, keys, values = (_in_rows(tensor) for tensor in (q, k, v, keys, values))
     out = q.new_empty(steps, heads, dim)
     blocks = extend_blocks(dim, q.element_size())
-    with torch.cuda.device_of(q):
-        _extend_kernel[(triton.cdiv(steps, blocks.m), heads)](
-            q, k, v, keys, values, out if degree is None else degree, out if sinks is None else sinks.contiguous(), out,
-            *_in_base_2(scale, softcap), steps, slots, next_slot, window, heads, heads // k.shape[0],
-            q.stride(0) // dim, q.stride(1) // dim,
-            k.stride(0) // dim, k.stride(1) // dim,
-            v.stride(0) // dim, v.stride(1) // dim,
-            keys.stride(0) // dim, keys.stride(1) // dim,
-            values.stride(0) // dim, values.stride(1) // dim,
-            *((0, 0) if degree is None else degree.stride()),
-            HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_M=blocks.m, BLOCK_N=blocks.n,
-            RING=degree is None, SOFTCAP=softcap > 0.0, SINKS=sinks is not None,
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
-        )  # fmt: skip
+    launch(_extend_kernel, (triton.cdiv(steps, blocks.m), heads))(
+        q, k, v, keys, values, out if degree is None else degree, out if sinks is None else sinks.contiguous(), out,
+        *_in_base_2(scale, softcap), steps, slots, next_slot, window, heads, heads // k.shape[0],
+        q.stride(0) // dim, q.stride(1) // dim,
+        k.stride(0) // dim, k.stride(1) // dim,
+        v.stride(0) // dim, v.stride(1) // dim,
+        keys.stride(0) // dim, keys.stride(1) // dim,
+        values.stride(0) // dim, values.stride(1) // dim,
+        *((0, 0) if degree is None else degree.stride()),
+        HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_M=blocks.m, BLOCK_N=blocks.n,
+        RING=degree is None, SOFTCAP=softcap > 0.0, SINKS=sinks is not None,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
     return out.transpose(0, 1)
 
 

@@ -1,12 +1,15 @@
 """What the Triton kernels have in common: how a specialisation is described, and what launchers ask of a device."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Under the interpreter tl.dot multiplies bfloat16 as if it were uint16, so kernels widen its operands first."""
@@ -18,6 +21,31 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 """The head sizes of common models, for which builds ship; other multiples of 8 are compiled at first use."""
 
 _INTERPRETER_MULTIPROCESSORS = 4  # of tensors on the CPU, where every program costs time
+
+
+_in_graph = ContextVar("_in_graph", default=False)
+
+
+@contextlib.contextmanager
+def in_graph() -> Iterator[None]:
+    """Have launches become nodes of a graph that is being traced, as inside of a `triton_op`."""
+    token = _in_graph.set(True)
+    try:
+        yield
+    finally:
+        _in_graph.reset(token)
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
+    """What to call with the arguments of a kernel, a tensor first: runs it on the device of that one, or traces it."""
+    if _in_graph.get():  # what runs the graph chooses the device
+        return torch.library.wrap_triton(kernel)[grid]
+
+    def run(first: Tensor, *rest: object, **options: object) -> None:
+        with torch.cuda.device_of(first):
+            kernel[grid](first, *rest, **options)
+
+    return run
 
 
 class Build(NamedTuple):

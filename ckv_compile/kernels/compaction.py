@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ckv_compile.errors import ConfigError
-from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, multiprocessors, signature
+from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, launch, multiprocessors, signature
 from ckv_compile.schedule import Schedule
 
 MAX_CHUNK = 256
@@ -107,10 +107,9 @@ def compact(
     rows, scratch = layers * heads, size.scratch(batch * layers * heads, keys.device)
     due = torch.empty(batch, dtype=torch.int32, device=keys.device)
     old_degree = torch.empty_like(degree)
-    with torch.cuda.device_of(keys):
-        _match(keys, scratch, (fill, active, due), batch, rows, size)
-        _select(scratch, (degree, old_degree, fill, position, active, due), batch, rows, size)
-        _move((keys, values, old_degree), (keys, values, degree), scratch, due, batch, rows, size)
+    _match(keys, scratch, (fill, active, due), batch, rows, size)
+    _select(scratch, (degree, old_degree, fill, position, active, due), batch, rows, size)
+    _move((keys, values, old_degree), (keys, values, degree), scratch, due, batch, rows, size)
 
 
 def compress(
@@ -149,10 +148,9 @@ def compress(
             torch.empty(rows, slots, dtype=torch.float32, device=keys.device),
         )
         scratch = size.scratch(rows, keys.device)
-        with torch.cuda.device_of(keys):
-            _match(state[0], scratch, None, 1, rows, size)
-            _select(scratch, None, 1, rows, size)
-            _move(state, new, scratch, None, 1, rows, size)
+        _match(state[0], scratch, None, 1, rows, size)
+        _select(scratch, None, 1, rows, size)
+        _move(state, new, scratch, None, 1, rows, size)
         state = new
     return state
 
@@ -227,7 +225,7 @@ def _match(
     size: _RoundSize,
 ) -> None:
     blocks, in_place = match_blocks(keys.element_size(), size.chunk_size), guard is not None
-    _match_kernel[_grid(rows * size.chunks, in_place, keys.device)](
+    launch(_match_kernel, _grid(rows * size.chunks, in_place, keys.device))(
         keys, scratch.rank, scratch.partner, *(guard or (scratch.rank,) * 3),
         batch, rows, size.slots, size.n_sink, size.middle, size.chunk_size,
         HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place,
@@ -243,7 +241,7 @@ def _select(
     size: _RoundSize,
 ) -> None:
     in_place = guard is not None
-    _select_kernel[_grid(rows, in_place, scratch.rank.device)](
+    launch(_select_kernel, _grid(rows, in_place, scratch.rank.device))(
         scratch.rank, scratch.plan, *(guard or (scratch.rank,) * 6),
         batch, rows, size.slots, size.middle, size.merges,
         BLOCK=_SELECT.pairs, IN_PLACE=in_place, num_warps=_SELECT.num_warps, num_stages=_SELECT.num_stages,
@@ -261,7 +259,7 @@ def _move(
 ) -> None:
     blocks, in_place = move_blocks(size.dim, old[0].element_size(), size.chunk_size), due is not None
     slices = 2 * triton.cdiv(size.dim, blocks.d)  # of keys and of values
-    _move_kernel[_grid(rows * slices * (1 if in_place else size.tiles), in_place, old[0].device)](
+    launch(_move_kernel, _grid(rows * slices * (1 if in_place else size.tiles), in_place, old[0].device))(
         *old, *new, scratch.partner, scratch.plan, scratch.plan if due is None else due,
         batch, rows, size.slots, size.n_sink, size.middle, size.chunk_size, size.merges,
         HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place,

@@ -1,0 +1,84 @@
+"""The operators of one decode step as `triton_op`s: what Inductor compiles into a CUDA package.
+
+They have the schemas of `ops.py`, without the padding that a step of one token cannot have, and run its launchers.
+"""
+
+import torch
+from torch import Tensor
+
+from ckv_compile.kernels import attention, compaction
+from ckv_compile.kernels.builds import in_graph
+from ckv_compile.schedule import Schedule
+
+
+@torch.library.triton_op("ckv_triton::cached_attention", mutates_args={"keys", "values", "degree"})
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor,
+    fill: Tensor,
+    active: Tensor,
+    layer: int,
+    scale: float,
+    sinks: Tensor | None,
+    softcap: float,
+    budget: int,
+    n_sink: int,
+    n_recent: int,
+    chunk_size: int,
+    r_init: float,
+    r_decay: float,
+    r_min: float,
+) -> Tensor:
+    """`ckv::cached_attention` of one token a row."""
+    with in_graph():
+        return attention.decode_attention(q, k, v, keys, values, degree, fill, active, layer, scale, softcap, sinks)
+
+
+@torch.library.triton_op("ckv_triton::window_attention", mutates_args={"keys", "values"})
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    active: Tensor,
+    layer: int,
+    scale: float,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """`ckv::window_attention` of one token a row."""
+    with in_graph():
+        return attention.decode_attention(q, k, v, keys, values, None, position, active, layer, scale, softcap, sinks)
+
+
+@torch.library.triton_op("ckv_triton::compact_", mutates_args={"keys", "values", "degree", "fill", "position"})
+def compact_(
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor,
+    fill: Tensor,
+    active: Tensor,
+    position: Tensor,
+    tokens: int,
+    budget: int,
+    n_sink: int,
+    n_recent: int,
+    chunk_size: int,
+    r_init: float,
+    r_decay: float,
+    r_min: float,
+) -> None:
+    """`ckv::compact_` after one token a row."""
+    if not keys.shape[1]:  # windows alone, which are never compacted
+        fill.add_(active)
+        position.add_(active)
+        return
+    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
+    with in_graph():
+        compaction.compact(keys, values, degree, fill, position, active, schedule)
