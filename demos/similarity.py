@@ -49,9 +49,8 @@ def read_keys(model: PreTrainedModel, ids: Tensor) -> tuple[list[Tensor], list[T
 
     The second list is empty if the model has no module that makes the keys of a layer alone.
     """
-    modules = dict(model.named_modules())
-    makers = [modules[name] for name in modules if name.endswith(".k_norm")]
-    makers = makers or [modules[name] for name in modules if name.endswith(".k_proj")]
+    makers = [module for name, module in model.named_modules() if name.endswith(".k_norm")]
+    makers = makers or [module for name, module in model.named_modules() if name.endswith(".k_proj")]
     made: list[Tensor] = []
     hooks = [maker.register_forward_hook(lambda _module, _inputs, output: made.append(output)) for maker in makers]
     cache = DynamicCache()  # without a config, so that sliding windows keep all their tokens too
