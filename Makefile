@@ -6,7 +6,7 @@ MODEL ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo demo-similarity demo-clusters test gpu-builds lint bench clean
 
 setup: .venv/ready
 
@@ -20,8 +20,14 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/python demos/generate.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
+demo-similarity demo-clusters: demo-%: setup
+	$(BIN)/python demos/$*.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+
+gpu-builds: setup
+	CKV_ALL_BUILDS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 tests/test_triton.py -k build $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

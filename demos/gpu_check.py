@@ -172,7 +172,7 @@ def check_kernels() -> Iterator[Result]:
             counters = state.fill.tolist() == [SCHEDULE.budget, 62]
             yield verdict(f"compaction of a step D={dim}", dtype, max(errors) if counters else 1.0, tolerance)
 
-            n = 200 if DRY else 3000
+            n = 130 if DRY else 3000
             prompt = [torch.randn(kv_heads, n, dim, dtype=dtype, device=DEVICE) for _ in range(2)]
             rounds = SCHEDULE.rounds(n)
             found_rows = compaction.compress(*prompt, torch.ones(kv_heads, n, device=DEVICE), rounds, SCHEDULE)
@@ -251,13 +251,14 @@ def check_recorded_step() -> Iterator[Result]:
     for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 5e-2))[: 1 if DRY else 2]:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(tiny(), dtype=dtype).to(DEVICE).eval()
-        options = {"budget": 64, "interval": 16, "n_recent": 8, "chunk_size": 16}
+        options = {"budget": 64, "interval": 16, "n_recent": 8, "chunk_size": 32}
         eager = ckv_compile.transform(model, compile="eager", **options)
         ours = ckv_compile.transform(model, **options)
-        ids = torch.randint(0, 512, (2, 120 if DRY else 200), device=DEVICE)
+        ids = torch.randint(0, 512, (2, 104 if DRY else 200), device=DEVICE)
+        prompt = 84 if DRY else 100  # more than the capacity
         caches = [eager.new_cache(2), ours.new_cache(2)]
         errors = []
-        for chunk in (ids[:, :100], *ids[:, 100:].split(1, dim=1)):
+        for chunk in (ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)):
             one, other = (
                 each(chunk, past_key_values=cache).logits for each, cache in zip((eager, ours), caches, strict=True)
             )
@@ -436,7 +437,7 @@ def time_static_cache_at(model: PreTrainedModel, context: int) -> Result:
 
 def time_generate(model: Model) -> Iterator[Result]:
     """A prompt through prefill and the generation loop, beside the bare step; the prefill beside the model's own."""
-    length = 150 if DRY else 8192
+    length = 120 if DRY else 8192
     ids = torch.randint(0, model.model.config.vocab_size, (1, length), device=DEVICE)
     # An end that is never drawn, so that it is looked for at every step.
     options = {"do_sample": True, "top_k": 50, "temperature": 0.8, "eos_token_id": 10**6, "pad_token_id": 0}
@@ -508,7 +509,7 @@ def main() -> None:
     if not DRY and not torch.cuda.is_available():
         parser.error("no CUDA device is here; --dry runs every line on the CPU")
     start = time.perf_counter()
-    contexts = (320, 400) if DRY else (8192, 32768, 131072)
+    contexts = (208, 240) if DRY else (8192, 32768, 131072)
     built: list[Model] = []
 
     def model() -> Model:

@@ -89,7 +89,7 @@ def test_memory_of_a_prompt_in_chunks_does_not_depend_on_its_length():
     assert growth(None, 2048, 16384) > 40  # what it would be without: the hidden states of 14k tokens alone take more
 
 
-def test_two_hundred_thousand_tokens_leave_memory_flat_and_the_accounts_true():
+def test_sixty_thousand_tokens_leave_memory_flat_and_the_accounts_true():
     """Far beyond the 512 positions of the model's config, around the window again and again."""
     options = {"num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 16, "intermediate_size": 16}
     kinds = ["sliding_attention", "full_attention"]
@@ -102,7 +102,7 @@ def test_two_hundred_thousand_tokens_leave_memory_flat_and_the_accounts_true():
 
         def put(self, value):
             self.count += 1
-            if self.count in (20_000, 200_000):
+            if self.count in (6_000, 60_000):
                 peaks.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
 
         def end(self):
@@ -110,12 +110,12 @@ def test_two_hundred_thousand_tokens_leave_memory_flat_and_the_accounts_true():
 
     cache = ours.new_cache()
     tokens = ours.generate(
-        torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=200_000, do_sample=False, streamer=Watch()
+        torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=60_000, do_sample=False, streamer=Watch()
     )
-    assert tokens.shape == (1, 200_003)
-    assert peaks[1] - peaks[0] < 8 * 2**20
-    assert int(cache.state.position) == cache.get_seq_length() == 200_002
-    assert (cache.state.degree.double().sum(dim=-1) == 200_002).all()
+    assert tokens.shape == (1, 60_003)
+    assert peaks[1] - peaks[0] < 2 * 2**20  # 40 bytes a token would be more
+    assert int(cache.state.position) == cache.get_seq_length() == 60_002
+    assert (cache.state.degree.double().sum(dim=-1) == 60_002).all()
     assert all(torch.isfinite(tensor).all() for tensor in cache.state)
     assert torch.isfinite(ours(tokens[:, -1:], past_key_values=cache).logits).all()
 

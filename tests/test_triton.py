@@ -1,5 +1,6 @@
 """The Triton kernels where there is no GPU: interpreted in a process of their own, and compiled for chips elsewhere."""
 
+import itertools
 import json
 import os
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from ckv_compile.kernels import aot
+from ckv_compile.kernels import aot, attention, compaction
 
 TESTS = Path(__file__).parent
 # Of a chip's registers a thread, and of the shared memory that two programs (float32: one) leave each other.
@@ -41,42 +42,6 @@ def test_kernels_interpreted(module):
     assert "skipped" not in printed
 
 
-@pytest.fixture(scope="module")
-def reports():
-    return list(aot.reports())
-
-
-def test_every_specialisation_compiles_for_every_chip_without_spills(reports, capsys):
-    by_target = {target: [report for report in reports if report.target == target] for target in aot.TARGETS}
-    names = {report.name for report in reports}
-    assert all({report.name for report in each} == names for each in by_target.values())
-    assert {name.split("-")[0] for name in names} == {"decode", "combine", "extend", "match", "select", "move"}
-    for report in reports:
-        assert report.resources.spilled <= MOST_SPILLED, report
-        assert report.resources.registers <= MOST_REGISTERS[report.target], report
-        assert report.resources.shared <= MOST_SHARED[report.target], report
-    with capsys.disabled():
-        print()
-        for target, each in by_target.items():
-            worst = [max(each, key=lambda report, i=i: report.resources[i]) for i in (0, 2)]
-            print(
-                f"{target}: {len(each)} kernels, no spills; most registers {worst[0].resources.registers} "
-                f"({worst[0].name}), most shared memory {worst[1].resources.shared} bytes ({worst[1].name})"
-            )
-
-
-def test_keys_and_values_are_loaded_128_bits_at_a_time(reports):
-    for report in reports:
-        if report.target == "gfx942" or report.name.startswith(("combine", "select")):
-            continue
-        wide = [load for load in report.loads if "v4.b32" in load or "v2.b64" in load or load.endswith("0x10")]
-        assert wide, report
-        if report.name.startswith(("decode", "match")):
-            # All that is left is smaller than a slot: degrees, the new token, counters, the fill.
-            copies = {load for load in report.loads if load.startswith("cp.async")}
-            assert copies <= {"cp.async.cg.shared.global 0x10", "cp.async.ca.shared.global 0x4"}, report
-
-
 def test_the_gpu_check_runs_line_by_line_on_the_cpu(tmp_path):
     file = tmp_path / "result.json"
     run = subprocess.run(
@@ -93,3 +58,52 @@ def test_the_gpu_check_runs_line_by_line_on_the_cpu(tmp_path):
     checks = [row for rows in sections.values() for row in rows if "check" in row]
     assert len(checks) > 8
     assert all(row["ok"] for row in checks)
+
+
+ALL = aot.all_builds()
+NVIDIA, AMD = aot.covering(ALL.values(), strength=2), aot.covering(ALL.values(), strength=1)
+COVERING = {target: AMD if target == "gfx942" else NVIDIA for target in aot.TARGETS}
+BUILDS = dict.fromkeys(aot.TARGETS, ALL.values()) if os.environ.get("CKV_ALL_BUILDS") == "1" else COVERING
+
+
+@pytest.mark.parametrize(
+    ("target", "build"),
+    [pytest.param(target, build, id=f"{target}-{build.name}") for target in aot.TARGETS for build in BUILDS[target]],
+)
+def test_a_build_has_no_spills_and_loads_keys_and_values_128_bits_at_a_time(target, build):
+    report = aot.report(build, target)
+    assert report.resources.spilled <= MOST_SPILLED
+    assert report.resources.registers <= MOST_REGISTERS[target]
+    assert report.resources.shared <= MOST_SHARED[target]
+    if target == "gfx942" or build.name.startswith(("combine", "select")):
+        return
+    assert any("v4.b32" in load or "v2.b64" in load or load.endswith("0x10") for load in report.loads), report.loads
+    if build.name.startswith(("decode", "match")):
+        # All that is left is smaller than a slot: degrees, the new token, counters, the fill.
+        copies = {load for load in report.loads if load.startswith("cp.async")}
+        assert copies <= {"cp.async.cg.shared.global 0x10", "cp.async.ca.shared.global 0x4"}
+
+
+@pytest.mark.parametrize(("few", "together"), [(NVIDIA, 2), (AMD, 1)], ids=["nvidia", "amd"])
+def test_the_builds_of_every_run_stand_for_all(few, together):
+    """Every value of a constexpr, and for NVIDIA every two, and all types of arguments; sizes of dtypes among them."""
+
+    def met(builds):
+        found = {(build.kernel.__name__, *build.signature.values()) for build in builds}
+        for build in builds:
+            wide = "*fp32" in [build.signature.get("keys_ptr"), build.signature.get("q_ptr")]
+            choices = [*build.constants.items(), ("wide", wide)]
+            found |= {(build.kernel.__name__, *some) for some in itertools.combinations(choices, together)}
+        return found
+
+    assert {name.split("-")[0] for name in ALL} == {"decode", "combine", "extend", "match", "select", "move"}
+    assert len(ALL) == sum(len(module.builds()) for module in (attention, compaction))
+    assert len(few) < len(ALL)
+    assert met(few) == met(ALL.values())
+
+
+def test_the_page_counts_the_builds():
+    page = " ".join((TESTS.parent / "docs" / "gpu.md").read_text().split())
+    assert f"all {len(ALL)} specialisations" in page
+    assert f"compiles {len(NVIDIA)} of them for sm_80 and sm_90" in page
+    assert f"and {len(AMD)} for gfx942" in page

@@ -4,11 +4,12 @@
 """
 
 import importlib
+import itertools
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -75,22 +76,45 @@ def resources(kernel: CompiledKernel) -> Resources:
     return Resources(_first_number(r"REG:(\d+)", report), spilled, shared)
 
 
-def reports() -> Iterator[Report]:
-    """Compile every specialisation of every kernel for every target, on all processors."""
-    builds = [(module, index) for module in _MODULES for index in range(len(importlib.import_module(module).builds()))]
-    with ProcessPoolExecutor() as pool:
-        for found in pool.map(_report, builds, chunksize=4):
-            yield from found
+def all_builds() -> dict[str, Build]:
+    """Every specialisation of every kernel by its name."""
+    builds = [build for module in _MODULES for build in importlib.import_module(module).builds()]
+    return {build.name: build for build in builds}
 
 
-def _report(build: tuple[str, int]) -> list[Report]:
-    module, index = build  # not the build itself: a triton.jit function does not travel between processes
-    chosen: Build = importlib.import_module(module).builds()[index]
-    found = []
-    for name, target in TARGETS.items():
-        kernel = compile_build(chosen, target)
-        found.append(Report(name, chosen.name, resources(kernel), tuple(_loads(kernel.asm.get("ptx", "")))))
-    return found
+def covering(builds: Iterable[Build], strength: int) -> list[Build]:
+    """A few of the builds that stand for all: every `strength` choices that meet in one of all meet in one of them.
+
+    A choice is the value of one constexpr of a kernel, its warps and stages, or the sizes of its argument types. Types
+    of the same sizes, float16 and bfloat16, share everything but conversions, so each set of types need only occur.
+    The builds are picked greedily, each the one with the most that is still missing.
+    """
+    found = {build.name: (build, _meetings(build, strength)) for build in builds}
+    missing = set().union(*(meetings for _, meetings in found.values()))
+    chosen = []
+    while missing:
+        build, meetings = max(found.values(), key=lambda each: len(each[1] & missing))
+        chosen.append(build)
+        missing -= meetings
+    return chosen
+
+
+def _meetings(build: Build, strength: int) -> set[tuple[object, ...]]:
+    kernel, types = build.kernel.__name__, tuple(build.signature.values())
+    sizes = tuple(kind.replace("bf16", "fp16") for kind in types)
+    choices = [*build.constants.items(), ("sizes", sizes), ("warps, stages", (build.num_warps, build.num_stages))]
+    return {(kernel, *together) for together in itertools.combinations(choices, strength)} | {(kernel, types)}
+
+
+def report(build: Build, target: str) -> Report:
+    """Compile one specialisation for one of `TARGETS`."""
+    kernel = compile_build(build, TARGETS[target])
+    return Report(target, build.name, resources(kernel), tuple(_loads(kernel.asm.get("ptx", ""))))
+
+
+def _reports(name: str) -> list[Report]:
+    build = all_builds()[name]  # by name, since a triton.jit function does not travel between processes
+    return [report(build, target) for target in TARGETS]
 
 
 def _loads(ptx: str) -> Iterator[str]:
@@ -109,7 +133,9 @@ def main() -> None:
     """Print the table."""
     from tabulate import tabulate
 
-    rows = [(report.target, report.name, *report.resources) for report in reports()]
+    with ProcessPoolExecutor() as pool:
+        reports = itertools.chain.from_iterable(pool.map(_reports, all_builds(), chunksize=4))
+        rows = [(each.target, each.name, *each.resources) for each in reports]
     heads = ["target", "kernel", "registers", "spilled bytes", "shared bytes"]
     print(tabulate(sorted(rows), headers=heads, tablefmt="github"))
 

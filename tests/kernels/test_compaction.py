@@ -138,7 +138,7 @@ def test_a_row_longer_than_a_block_of_the_selection() -> None:
 
 
 def test_a_plan_of_annealed_rounds() -> None:
-    schedule = make_schedule(16, 2, 4, budget=24)
+    schedule = make_schedule(16, 2, 4, budget=40)
     state = make_rows(2, 70, 16, "bf16")
     rounds = schedule.rounds(70)
     assert len(rounds) > 2
