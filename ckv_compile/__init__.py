@@ -1,18 +1,23 @@
 """KV-cache clustering for language models, as a compiler pass."""
 
-from ckv_compile.cache import ClusteredCache
-from ckv_compile.config import CKVConfig
-from ckv_compile.errors import (
-    ArtifactError,
-    CKVError,
-    CompileError,
-    ConcurrentUseError,
-    ConfigError,
-    InputError,
-    PassError,
-    UnsupportedModelError,
-)
-from ckv_compile.model import CKVForCausalLM, load, transform
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckv_compile import artifact
+    from ckv_compile.cache import ClusteredCache
+    from ckv_compile.config import CKVConfig
+    from ckv_compile.errors import (
+        ArtifactError,
+        CKVError,
+        CompileError,
+        ConcurrentUseError,
+        ConfigError,
+        InputError,
+        PassError,
+        UnsupportedModelError,
+    )
+    from ckv_compile.model import CKVForCausalLM, load, transform
 
 __version__ = "0.1.0"
 
@@ -28,6 +33,26 @@ __all__ = [
     "InputError",
     "PassError",
     "UnsupportedModelError",
+    "artifact",
     "load",
     "transform",
 ]
+
+_HOMES = {
+    "CKVConfig": "config",
+    "CKVForCausalLM": "model",
+    "ClusteredCache": "cache",
+    "load": "model",
+    "transform": "model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name at its first use: the command line should not wait for torch before it has something to do."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "artifact":
+        return importlib.import_module(f"{__name__}.artifact")
+    home = importlib.import_module(f"{__name__}.{_HOMES.get(name, 'errors')}")
+    value = globals()[name] = getattr(home, name)
+    return value
