@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Budget = int | float
 
 SHARES = (0.5, 0.25)
-MOST_ROWS = 64
 _CHUNK = 1024  # of the column that shows what chunks would save
 _UNITS = {"": 1} | {f"{prefix}B": 1000**i for i, prefix in enumerate(["", *"KMGT"])}
 _UNITS |= {f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", start=1)}
@@ -98,7 +97,9 @@ def _budget(text: str | Budget) -> Budget:
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else int(text) if text.isdecimal() else float(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no budget: pass slots (1024) or a share of the context (0.25, 25%)")  # noqa: B904
+        raise typer.BadParameter(
+            f"{text!r} is no budget: pass slots (1024) or a share of the context (0.25, 25%)"
+        ) from None
 
 
 def _memory(text: str | int) -> int:
@@ -108,7 +109,7 @@ def _memory(text: str | int) -> int:
         number, unit = found.groups() if found else ("", "")
         return int(float(number) * _UNITS[unit.upper()])
     except (ValueError, KeyError):
-        raise typer.BadParameter(f"{text!r} is no size of memory: pass for example 24GB, 24GiB or 512MB")  # noqa: B904
+        raise typer.BadParameter(f"{text!r} is no size of memory: pass for example 24GB, 24GiB or 512MB") from None
 
 
 Source = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file, smollm2, or an artifact.")]
@@ -383,16 +384,16 @@ def inspect_(
 
     from ckv_compile.loading import load_weights
     from ckv_compile.model import transform
-    from ckv_compile.plan import footprint_of, row_bytes, slots_of
+    from ckv_compile.plan import context_of, footprint_of, row_bytes, slots_of
 
     budgets: Sequence[Budget] = budget or SHARES
     with _busy("loading"):
         original = load_weights(model, _torch_dtype(dtype or "auto"))
     with _busy("transforming"):
-        ours = transform(original, budget=budgets[0], interval=interval, compile="eager")
+        contexts = _contexts(context_of(original.config))
+        ours = transform(original, budget=slots_of(budgets[0], contexts[-1]), interval=interval, compile="eager")
         footprint = footprint_of(original)
     shape = ours.cache_shape
-    contexts = _contexts(footprint.context)
     document = {
         "model": model,
         "class": type(original).__name__,
@@ -542,7 +543,8 @@ def plan(
 @app.command()
 def bench(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="As above, no artifact.", show_default="smollm2")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Hub id, folder, .gguf file or smollm2.", show_default="smollm2"),
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Prompt tokens.")] = 8000,
     budget: Annotated[int, typer.Option(min=1, help="Slots per KV head.")] = 2048,

@@ -100,8 +100,9 @@ def load_config(source: str) -> PreTrainedConfig:
         CKVError: as `load_model`.
     """
     with _named(source):
-        if source.endswith(".gguf") and Path(source).is_file():  # converting it would read the weights
-            return AutoConfig.from_pretrained(str(Path(source).parent), gguf_file=Path(source).name)
+        file = _smollm2_file() if source == SMOLLM2 else Path(source)
+        if file.suffix == ".gguf" and file.is_file():  # converting it would read the weights
+            return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
         return AutoConfig.from_pretrained(_path_of(source))
 
 

@@ -8,9 +8,11 @@ comes on top: peaks measured on a CPU were 40 to 190 MB above it.
 """
 
 import bisect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -39,7 +41,7 @@ class Footprint(NamedTuple):
     activations: int  # bytes for every token of a prompt that is processed at once, about
     layers: tuple[Layer, ...]
     context: int | None  # tokens, max_position_embeddings
-    latent: bool  # transformers caches what keys and values are made of
+    uneven: bool  # attention reads something else than what a layer caches, or more often
 
     def shape(self, context: int) -> CacheShape:
         """What a clustered cache must hold, if the longest context is `context` tokens or the model's own.
@@ -48,10 +50,10 @@ class Footprint(NamedTuple):
             UnsupportedModelError: if layers of a kind differ, which `transform` refuses too; or where a clustered cache
                 does not hold what transformers' own does.
         """
-        if self.latent or any(not layer.kv_heads for layer in self.layers):
+        if self.uneven or any(not layer.kv_heads for layer in self.layers):
             raise UnsupportedModelError(
-                "this model has latent attention, or layers that share keys and values; what a clustered cache holds "
-                "of them cannot be told from the config: use `ckv inspect`, which loads the model"
+                "this model has latent attention, or layers that share keys and values or attend to them twice; what a "
+                "clustered cache holds of them cannot be told from the config: use `ckv inspect`, which loads the model"
             )
         longest = max(context, self.context or 0)
         whole = {layer._replace(window=0) for layer in self.layers if not 0 < layer.window < longest}
@@ -130,7 +132,7 @@ def footprint_of(model: PreTrainedModel) -> Footprint:
         UnsupportedModelError: if it caches something else than keys and values.
     """
     text = model.config.get_text_config(decoder=True)
-    with torch.no_grad():
+    with torch.no_grad(), _Attentions() as attentions:
         output = model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=True)
     layers = []
     for layer in output.get("cache", output.get("past_key_values")).layers:
@@ -145,20 +147,36 @@ def footprint_of(model: PreTrainedModel) -> Footprint:
             )
     intermediate = getattr(text, "intermediate_size", None) or 0
     width = 2 * text.hidden_size + 3 * (max(intermediate) if isinstance(intermediate, list) else intermediate)
-    context = getattr(text, "max_position_embeddings", None) or 0
     return Footprint(
         model.dtype,
         sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         width * model.dtype.itemsize,
         tuple(layers),
-        context if context > 0 else None,
-        bool(getattr(text, "kv_lora_rank", None)),
+        context_of(model.config),
+        # No calls at all are those of a model with another function for its attention.
+        bool(getattr(text, "kv_lora_rank", None)) or attentions.calls not in (0, len(layers)),
     )
+
+
+class _Attentions(TorchFunctionMode):
+    """Counts the calls of scaled_dot_product_attention."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
 
 
 def slots_of(budget: int | float, context: int) -> int:
     """Slots of a budget: its own number, or that share of a context."""
     return budget if isinstance(budget, int) else round(budget * context)
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """The longest context that a config names, in tokens."""
+    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
+    return context if context > 0 else None  # -1 where there is no end
 
 
 class Plan(NamedTuple):

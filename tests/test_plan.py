@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import cache_of, tiny_model
-from transformers import AutoModelForCausalLM, BioGptConfig, DeepseekV2Config, MambaConfig
+from transformers import AutoModelForCausalLM, BioGptConfig, DeepseekV2Config, DiffLlamaConfig, MambaConfig
 
 import ckv_compile
 from ckv_compile.benchmark import cache_bytes
@@ -70,9 +70,10 @@ SMALL = {"vocab_size": 128, "hidden_size": 48, "num_hidden_layers": 2, "num_atte
     [
         (BioGptConfig(**SMALL, intermediate_size=96), "does not run without its weights"),
         (DeepseekV2Config(**SMALL, num_key_value_heads=6, intermediate_size=96, first_k_dense_replace=2), "latent"),
+        (DiffLlamaConfig(**SMALL, num_key_value_heads=2, head_dim=8, intermediate_size=96), "attend to them twice"),
         (MambaConfig(vocab_size=128, hidden_size=48, num_hidden_layers=2), "only caches of keys and values"),
     ],
-    ids=["looks at numbers", "latent attention", "recurrent"],
+    ids=["looks at numbers", "latent attention", "two attentions a layer", "recurrent"],
 )
 def test_what_a_config_does_not_tell_is_refused(config, message):
     with pytest.raises(UnsupportedModelError, match=message):
