@@ -615,7 +615,13 @@ def eval_(
         _print_json({"model": model, "context": context, "tokens": tokens, "rows": rows})
         return
     cells = [
-        [row["kept"], f"{row['slots']:,}", f"{row['perplexity']:.2f}", f"{row['kl']:.4f}", f"{row['agreement']:.1%}"]
+        [
+            row["kept"],
+            f"{row['slots']:,}",
+            f"{row['perplexity']:.2f}",
+            f"{max(0.0, row['kl']):.4f}",
+            f"{row['agreement']:.1%}",
+        ]
         for row in rows
     ]
     _stdout().print(_table(["kept", "slots", "perplexity", "KL", "same first"], cells))
@@ -659,8 +665,7 @@ def _quiet() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        transformers.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()  # commands have their own
 
 
 def _torch_dtype(name: str) -> Any:
