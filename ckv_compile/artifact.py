@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
@@ -46,6 +47,8 @@ from ckv_compile.kernels import cpu
 from ckv_compile.ops import cached_attention, compact_, window_attention
 from ckv_compile.pipeline import CompileMode, PassResult, Program, Rewritten, check_mode, decode_graph
 from ckv_compile.program import StoredProgram, Weight
+
+log = logging.getLogger("ckv_compile")
 
 FORMAT = "ckv_compile artifact"
 VERSION = 1
@@ -86,7 +89,7 @@ class Manifest(NamedTuple):
     torch: str
     transformers: str
     device: str  # that the programs name, such as "cpu" or "cuda:0"
-    machine: tuple[str, ...]  # the instructions of the machine that saved it, which compiled packages may use
+    machine: tuple[str, ...]  # the instructions that its compiled packages may use
     files: dict[str, File]  # by their names relative to the folder, with /
 
 
@@ -197,16 +200,18 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Verify an artifact as `read` does, and say what it holds, without the numbers of its weights.
+    """Verify the files and tables of an artifact, and say what it holds, on any machine and without building anything.
+
+    `obstacle` says why it cannot be loaded here and `aot_obstacle` why its compiled packages cannot; None if they can.
 
     Raises:
-        ArtifactError: if it is damaged, or cannot be used here.
+        ArtifactError: if it is damaged.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    _check_place(folder, manifest)
     _check_files(folder, manifest)
     table = _Table.read(folder, manifest)
+    _weights(folder, table, manifest, torch.device("cpu"))
     stored = {(entry.file, entry.tensor): entry for entry in table.weights}
     return {
         "format": f"{FORMAT} {manifest.version}",
@@ -224,6 +229,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         "parameters": sum(entry.numel for entry in stored.values() if entry.parameter),
         "decode": sorted(_steps(manifest, ".pt2")),
         "aot": sorted(_steps(manifest, ".aot.pt2")),
+        "obstacle": _obstacle(manifest),
         "aot_obstacle": _aot_obstacle(manifest),
     }
 
@@ -247,16 +253,19 @@ def read(
         check_mode(compile)
     folder = Path(path)
     manifest = read_manifest(folder)
-    _check_place(folder, manifest, device)
+    if obstacle := _obstacle(manifest, device):
+        raise ArtifactError(f"{folder} {obstacle}")
     packages, obstacle = _steps(manifest, ".aot.pt2"), _aot_obstacle(manifest)
     if compile == "aot" and (obstacle or not packages):
         raise ArtifactError(
             f'{folder}: compile="aot" needs compiled packages, but {obstacle or "it has none"}: save the model with '
             "aot=[1] on a machine like this one, or load it with another compile="
         )
+    if compile is None and packages and obstacle:
+        log.warning("the compiled packages of %s are not used: %s", folder, obstacle)
     _check_files(folder, manifest)
     table = _Table.read(folder, manifest)
-    weights = _weights(folder, table, manifest)
+    weights = _weights(folder, table, manifest, table.shape.device)
     prefill = _program(folder, _PREFILL, table, weights, rows=None)
     uses_packages = bool(packages) and not obstacle and compile in (None, "aot")
     steps = {}
@@ -335,7 +344,9 @@ class _Table(NamedTuple):
         with _as_artifact_error(folder / _CONFIG):
             config = CKVConfig.from_options(data["config"])
             config.schedule  # noqa: B018  (raises unless the budget is a number of slots)
-            cache = {**data["cache"], "dtype": _dtype(data["cache"]["dtype"]), "device": torch.device(manifest.device)}
+            dtype, device = _dtype(data["cache"]["dtype"]), torch.device(manifest.device)
+            shape = CacheShape(**{**data["cache"], "dtype": dtype, "device": device})
+            _state_on_meta(shape, config)  # raises for sizes that no tensor has
             weights = tuple(
                 _Entry(**{**entry, "dtype": _dtype(entry["dtype"]), "shape": tuple(entry["shape"])})
                 for entry in data["weights"]
@@ -343,10 +354,11 @@ class _Table(NamedTuple):
             for entry in weights:
                 if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", entry.name, re.ASCII):
                     raise ValueError(f"a weight named {entry.name!r}")
+                torch.empty(entry.shape, dtype=entry.dtype, device="meta")  # likewise
             if len({entry.name for entry in weights}) < len(weights):
                 raise ValueError("two weights of one name")
         passes = tuple(PassResult(**result) for result in data["passes"])
-        return cls(config, CacheShape(**cache), data["vocabulary"], data["positions"], passes, weights)
+        return cls(config, shape, data["vocabulary"], data["positions"], passes, weights)
 
 
 def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard_size: int | str) -> None:
@@ -377,7 +389,7 @@ def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard
         torch.__version__,
         transformers.__version__,
         str(shape.device),
-        _machine(shape.device),
+        _machine(shape.device) if aot else (),
         {name: File((folder / name).stat().st_size, _digest(folder / name)) for name in names},
     )
     data = {"format": FORMAT, **manifest._asdict(), "files": {n: f._asdict() for n, f in manifest.files.items()}}
@@ -434,27 +446,28 @@ def _write_package(exported: ExportedProgram, path: Path) -> None:
         ) from error
 
 
-def _check_place(folder: Path, manifest: Manifest, device: str | torch.device | None = None) -> None:
-    """Refuse what was saved by another torch, or for another device."""
+def _obstacle(manifest: Manifest, device: str | torch.device | None = None) -> str | None:
+    """Why an artifact cannot be loaded here and on this device, if it cannot."""
     if _minor(manifest.torch) != _minor(torch.__version__):
-        raise ArtifactError(
-            f"{folder} was saved by torch {manifest.torch}, and this is {torch.__version__}: programs are read by the "
-            "same minor version alone; save the model again"
+        return (
+            f"was saved by torch {manifest.torch}, and this is {torch.__version__}: programs are read by the same "
+            "minor version alone; save the model again"
         )
     try:
         saved_on = torch.device(manifest.device)
         wanted = saved_on if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ArtifactError(f"{folder}: no device is named {device or manifest.device!r}: {error}") from error
+        return f"cannot be loaded: no device is named {device or manifest.device!r} ({error})"
     if str(wanted) == "cuda":
         wanted = torch.device("cuda", 0)
-    if wanted != saved_on:
-        raise ArtifactError(
-            f"{folder} was saved on {saved_on} and cannot be loaded on {wanted}: its programs name their device; save "
-            "the model again from there (CUDA_VISIBLE_DEVICES chooses which GPU is cuda:0)"
+    if wanted != saved_on or wanted.type not in ("cpu", "cuda"):
+        return (
+            f"was saved on {saved_on} and cannot be loaded on {wanted}: its programs name their device; save the model "
+            "again from there (CUDA_VISIBLE_DEVICES chooses which GPU is cuda:0)"
         )
     if saved_on.type == "cuda" and saved_on.index >= torch.cuda.device_count():
-        raise ArtifactError(f"{folder} was saved on {saved_on}, and there are {torch.cuda.device_count()} GPUs here")
+        return f"was saved on {saved_on}, and there are {torch.cuda.device_count()} GPUs here"
+    return None
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
@@ -475,10 +488,15 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
                 raise ArtifactError(f"{folder / name} is damaged: its SHA-256 is not that of the manifest")
 
 
+def _state_on_meta(shape: CacheShape, config: CKVConfig) -> CacheState:
+    """The dtypes and sizes of the state of one row."""
+    return CacheState.allocate(shape._replace(device=torch.device("meta")), config.capacity, 1)
+
+
 def _check_program(stored: StoredProgram, name: str, table: _Table, rows: int | None) -> None:
     """Compare what a program takes, and its calls of our operators, with the table."""
     config = table.config
-    state = CacheState.allocate(table.shape._replace(device=torch.device("meta")), config.capacity, 1)
+    state = _state_on_meta(table.shape, config)
     expected = {
         program.weight_name(number): program.Input(entry.dtype, entry.shape)
         for number, entry in enumerate(table.weights)
@@ -511,8 +529,8 @@ def _program(folder: Path, name: str, table: _Table, weights: Sequence[Weight], 
         return program.bind(stored, weights)
 
 
-def _weights(folder: Path, table: _Table, manifest: Manifest) -> list[Weight]:
-    """Open the weights, on the CPU as views of the files, and compare them with the table."""
+def _weights(folder: Path, table: _Table, manifest: Manifest, device: torch.device) -> list[Weight]:
+    """Load the weights, on the CPU as views of the files, and compare them with the table."""
     places: dict[str, set[str]] = {name: set() for name in manifest.files if name.endswith(".safetensors")}
     for entry in table.weights:
         if entry.file not in places:
@@ -520,7 +538,7 @@ def _weights(folder: Path, table: _Table, manifest: Manifest) -> list[Weight]:
         places[entry.file].add(entry.tensor)
     tensors: dict[tuple[str, str], Tensor] = {}
     for name, expected in places.items():
-        with _as_artifact_error(folder / name), safe_open(folder / name, "pt", str(table.shape.device)) as file:
+        with _as_artifact_error(folder / name), safe_open(folder / name, "pt", str(device)) as file:
             held = set(file.keys())
             if held != expected:
                 raise ValueError(f"it does not hold the tensors that {_CONFIG} names: {sorted(held ^ expected)}")
@@ -578,6 +596,8 @@ def _machine(device: torch.device) -> tuple[str, ...]:
 
 def _aot_obstacle(manifest: Manifest) -> str | None:
     """Why this machine cannot run the compiled packages, if it cannot."""
+    if not manifest.machine or _obstacle(manifest):
+        return _obstacle(manifest)
     missing = sorted(set(manifest.machine) - set(_machine(torch.device(manifest.device))))
     return f"they use instructions that this machine does not have ({', '.join(missing)})" if missing else None
 

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -480,6 +482,24 @@ def test_a_machine_without_float16_has_the_other_dtypes(monkeypatch: pytest.Monk
     cpu._build.cache_clear()
     try:
         assert [cpu.is_available(dtype) for dtype in TOLERANCE] == [True, True, False]
+    finally:
+        cpu._kernels.cache_clear()
+        cpu._build.cache_clear()
+
+
+@needs_kernel
+def test_a_compiled_library_is_taken_in_place_of_a_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library, other = shutil.copy(cpu.library(), tmp_path / "kernel.so"), tmp_path / "other.so"
+    other.write_bytes(b"no library")
+    monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", None)
+    cpu._kernels.cache_clear()
+    cpu._build.cache_clear()
+    try:
+        with pytest.raises(OSError, match="other"):
+            cpu.use_library(other)
+        cpu.use_library(library)
+        assert cpu.is_available(torch.float32)
+        assert cpu.library() == library
     finally:
         cpu._kernels.cache_clear()
         cpu._build.cache_clear()
