@@ -734,8 +734,10 @@ def _show_artifact(path: str, as_json: bool) -> None:
     )
     compiled = ", ".join(map(str, document["aot"])) or "none"
     out.print(f"decode steps for rows: {', '.join(map(str, document['decode']))}; compiled ahead of time: {compiled}")
-    if document["aot"] and document["aot_obstacle"]:
-        out.print(f"not usable here: {document['aot_obstacle']}")
+    if document["obstacle"]:
+        out.print(f"cannot be loaded here: {document['obstacle']}")
+    elif document["aot"] and document["aot_obstacle"]:
+        out.print(f"its compiled steps cannot be used here: {document['aot_obstacle']}")
     out.print(_layers_table(document["groups"]))
     out.print(_passes_table(document["passes"]))
     files = [[name, _size(file["bytes"]), file["sha256"][:12]] for name, file in document["files"].items()]

@@ -292,6 +292,16 @@ def test_inspect_reads_an_artifact(artifact):
     assert "model.safetensors" in table
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("obstacle", "cannot be loaded here: why"), ("aot_obstacle", "compiled steps cannot be used here: why")],
+)
+def test_inspect_says_what_an_artifact_cannot_do_here(name, said, artifact, monkeypatch):
+    folder, document = artifact
+    monkeypatch.setattr("ckv_compile.artifact.describe", lambda path: {**document, "aot": [1], name: "why"})
+    assert said in ckv("inspect", folder).stdout
+
+
 def test_plan_takes_an_artifact(artifact):
     result = ckv("plan", artifact[0], "--memory", "1GB", "--json")
     assert result.exit_code == 0, result.stderr
