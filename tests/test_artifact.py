@@ -317,6 +317,10 @@ BAD = {
         "where ckv_config.json has",
     ),
     "fewer weights": (consistent("ckv_config.json", lambda c: c["weights"].pop()), "does not hold the tensors"),
+    "a table of another version": (
+        consistent("ckv_config.json", lambda c: c.update(version=2)),
+        "ckv_config.json is of version 2",
+    ),
     "sizes that no cache has": (
         consistent("ckv_config.json", lambda c: c["cache"].update(layers=-1)),
         "ckv_config.json is damaged",
