@@ -248,9 +248,11 @@ def read(
     Raises:
         ConfigError: for a mode that does not exist.
         ArtifactError: if the artifact is damaged, or cannot be used here.
+        OSError: if a file cannot be read.
     """
-    if compile not in (None, "aot"):
-        check_mode(compile)
+    modes = (None, "aot", *get_args(CompileMode))
+    if compile not in modes:
+        raise ConfigError(f"compile={compile!r}: choose one of {', '.join(map(repr, modes))}")
     folder = Path(path)
     manifest = read_manifest(folder)
     if obstacle := _obstacle(manifest, device):
@@ -333,6 +335,13 @@ class _Table(NamedTuple):
         data = _json((folder / _CONFIG).read_bytes(), _CONFIG)
         whole = {"version": int, "config": dict, "cache": dict, "vocabulary": int, "passes": list, "weights": list}
         _check_fields(data, _CONFIG, **whole, positions=int | None)
+        vocabulary, positions = data["vocabulary"], data["positions"]
+        if data["version"] != VERSION:
+            raise ArtifactError(f"{_CONFIG} is of version {data['version']}, and the manifest of {VERSION}")
+        if vocabulary < 1 or (positions is not None and positions < 1):
+            raise ArtifactError(
+                f"{_CONFIG} has {vocabulary} token ids and {positions} positions: there is at least one"
+            )
         _check_fields(data["config"], f"{_CONFIG}: config", **_types(CKVConfig))
         sizes = {name: int for name in CacheShape._fields if name not in ("dtype", "device")}
         _check_fields(data["cache"], f"{_CONFIG}: cache", **sizes, dtype=str)
@@ -358,7 +367,7 @@ class _Table(NamedTuple):
             if len({entry.name for entry in weights}) < len(weights):
                 raise ValueError("two weights of one name")
         passes = tuple(PassResult(**result) for result in data["passes"])
-        return cls(config, shape, data["vocabulary"], data["positions"], passes, weights)
+        return cls(config, shape, vocabulary, positions, passes, weights)
 
 
 def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard_size: int | str) -> None:
@@ -378,7 +387,7 @@ def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard
     for rows in sorted({1, *aot}):
         state = CacheState.allocate(shape, config.capacity, rows)
         step = program.export(decode_graph(rewritten, state), weights, state, steps=1)
-        if rows in aot:
+        if rows in aot:  # first: it needs the examples of its inputs
             _write_package(step, folder / f"decode-{rows}.aot.pt2")
         _write_program(step, folder / f"decode-{rows}.pt2", table, rows)
     if aot and shape.device.type == "cpu" and (library := cpu.library()):

@@ -153,8 +153,10 @@ def load(
     Raises:
         ConfigError: for a mode that does not exist.
         ArtifactError: if the folder is damaged, no artifact, or cannot be used here, with the reason.
+        OSError: if a file cannot be read.
     """
-    loaded = artifact.read(path, device=device, compile=compile)
+    with torch.inference_mode(False):  # weights outlive the mode that a caller is in
+        loaded = artifact.read(path, device=device, compile=compile)
     return CKVForCausalLM(loaded.saved, loaded.mode, loaded.programs)
 
 

@@ -102,23 +102,24 @@ def model():
 
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
-    """An artifact of `model` with a package for batches of one row."""
+    """An artifact of `model`."""
     folder = tmp_path_factory.mktemp("saved") / "artifact"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packaged(model, tmp_path_factory):
+    """One with a package for batches of one row."""
+    folder = tmp_path_factory.mktemp("packaged") / "artifact"
     model.save_pretrained(folder, aot=[1])
     return folder
 
 
 @pytest.fixture
 def copy(saved, tmp_path):
-    """A copy of it, to damage, without the package."""
-    folder = tmp_path / "copy"
-    shutil.copytree(saved, folder, ignore=shutil.ignore_patterns("*.aot.pt2", "*.so"))
-    edit(
-        folder,
-        artifact.MANIFEST,
-        lambda manifest: [manifest["files"].pop(name) for name in ("decode-1.aot.pt2", "decode_attention.so")],
-    )
-    return folder
+    """A copy of an artifact, to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -159,29 +160,6 @@ def test_a_loaded_model_can_be_saved_again(saved, tmp_path):
         assert after[name] == before[name]
 
 
-@pytest.mark.parametrize("compile", [None, "inductor"])
-def test_a_compiled_step_gives_the_same_tokens(compile, model, saved, prompt, monkeypatch):
-    loaded = ckv_compile.load(saved, compile=compile)
-    if compile is None:  # nothing is traced or compiled
-        monkeypatch.setattr(torch, "compile", None)
-        monkeypatch.setattr(torch.export, "export", None)
-    assert torch.equal(generate(loaded, prompt(70)), generate(model, prompt(70)))
-
-
-def test_packages_share_the_weights(saved):
-    """No program holds a weight or anything pickled, and the package holds no weight."""
-    for name in ("prefill.pt2", "decode-1.pt2"):
-        with zipfile.ZipFile(saved / name) as archive:
-            content = {entry.filename.partition("/")[2]: archive.read(entry) for entry in archive.infolist()}
-        assert json.loads(content["data/weights/model_weights_config.json"]) == {"config": {}}
-        assert json.loads(content["data/constants/model_constants_config.json"]) == {"config": {}}
-        assert content["data/sample_inputs/model.pt"] == b""
-    with safe_open(saved / "model.safetensors", "pt") as file:
-        some = file.get_tensor("model.model.layers.0.mlp.up_proj.weight").numpy().tobytes()
-    with zipfile.ZipFile(saved / "decode-1.aot.pt2") as archive:
-        assert not any(some[:64] in archive.read(entry) for entry in archive.infolist())
-
-
 def test_torch_can_load_the_programs(saved, model, prompt):
     exported = torch.export.load(saved / "prefill.pt2").module(check_guards=False)
     state, own = model.new_cache(2).state, model.new_cache(2).state
@@ -205,16 +183,47 @@ def test_a_fresh_process_needs_no_model_code(capsys):
     assert rows[1][-1].strip() == "none"
 
 
-def test_describe_says_what_is_there(saved, model):
-    assert artifact.is_artifact(saved)
-    found = artifact.describe(saved)
+def test_the_step_that_was_traced_is_compiled(model, saved, prompt, monkeypatch):
+    loaded = ckv_compile.load(saved)
+    monkeypatch.setattr(ckv_compile.pipeline, "reexport", None)
+    assert torch.equal(generate(loaded, prompt(70)), generate(model, prompt(70)))
+
+
+def test_a_package_needs_no_compiler(model, packaged, prompt, monkeypatch):
+    loaded = ckv_compile.load(packaged)
+    monkeypatch.setattr(torch, "compile", None)
+    monkeypatch.setattr(torch.export, "export", None)
+    assert torch.equal(generate(loaded, prompt(70)), generate(model, prompt(70)))
+
+
+def test_packages_share_the_weights(packaged):
+    """No program holds a weight or anything pickled, and the package holds no weight."""
+    for name in ("prefill.pt2", "decode-1.pt2"):
+        with zipfile.ZipFile(packaged / name) as archive:
+            content = {entry.filename.partition("/")[2]: archive.read(entry) for entry in archive.infolist()}
+        assert json.loads(content["data/weights/model_weights_config.json"]) == {"config": {}}
+        assert json.loads(content["data/constants/model_constants_config.json"]) == {"config": {}}
+        assert content["data/sample_inputs/model.pt"] == b""
+    with safe_open(packaged / "model.safetensors", "pt") as file:
+        some = file.get_tensor("model.model.layers.0.mlp.up_proj.weight").numpy().tobytes()
+    with zipfile.ZipFile(packaged / "decode-1.aot.pt2") as archive:
+        assert not any(some[:64] in archive.read(entry) for entry in archive.infolist())
+
+
+def test_describe_says_what_is_there(packaged, model):
+    assert artifact.is_artifact(packaged)
+    found = artifact.describe(packaged)
     assert found["config"]["budget"] == 40
     assert (found["aot"], found["decode"], found["obstacle"], found["aot_obstacle"]) == ([1], [1], None, None)
     assert found["parameters"] == sum(parameter.numel() for parameter in model.graph.parameters())
-    assert (
-        found["bytes"]
-        == sum(file.stat().st_size for file in saved.iterdir()) - (saved / "manifest.json").stat().st_size
-    )
+    assert found["bytes"] == sum(file.stat().st_size for file in packaged.iterdir() if file.name != artifact.MANIFEST)
+
+
+def test_another_machine_compiles_for_itself(packaged, prompt, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    with pytest.raises(ArtifactError, match="instructions that this machine does not have"):
+        ckv_compile.load(packaged, compile="aot")
+    assert not ckv_compile.load(packaged)._decode_programs
 
 
 # What is wrong with a folder
@@ -243,8 +252,8 @@ def listed(change):
     return lambda folder: edit(folder, artifact.MANIFEST, change)
 
 
-def flip(data, at=-100):
-    data[at] ^= 1
+def flip(data):
+    data[-100] ^= 1
 
 
 def link_out(folder):
@@ -317,6 +326,10 @@ BAD = {
         "where ckv_config.json has",
     ),
     "fewer weights": (consistent("ckv_config.json", lambda c: c["weights"].pop()), "does not hold the tensors"),
+    "a table of another version": (
+        consistent("ckv_config.json", lambda c: c.update(version=2)),
+        "ckv_config.json is of version 2",
+    ),
     "sizes that no cache has": (
         consistent("ckv_config.json", lambda c: c["cache"].update(layers=-1)),
         "ckv_config.json is damaged",
@@ -397,13 +410,6 @@ def test_whatever_happens_to_a_file_nothing_is_loaded_wrongly(copy, tmp_path, pr
             assert torch.equal(found, expected), (number, name, kind, agree)
         shutil.rmtree(folder)
     assert refused > CORRUPTIONS * 3 // 4
-
-
-def test_another_machine_compiles_for_itself(saved, prompt, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    with pytest.raises(ArtifactError, match="instructions that this machine does not have"):
-        ckv_compile.load(saved, compile="aot")
-    assert not ckv_compile.load(saved)._decode_programs
 
 
 def test_modes_and_devices_that_are_not_there_are_named(copy):

@@ -378,11 +378,6 @@ def test_what_a_clustered_cache_cannot_do_is_refused():
     assert not cache.is_croppable
 
 
-def test_saving_a_compiled_model_is_refused(tmp_path):
-    with pytest.raises(ckv_compile.CKVError, match="save the original model"):
-        pair()[1].save_pretrained(tmp_path)
-
-
 def test_int32_tokens_are_those_of_int64(prompt):
     _, ours = pair("llama", "inductor", **SMALL)
     for ids in (prompt(1, batch=2), prompt(9)):
