@@ -45,7 +45,8 @@ from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ArtifactError, CompileError, ConfigError
 from ckv_compile.kernels import cpu
 from ckv_compile.ops import cached_attention, compact_, window_attention
-from ckv_compile.pipeline import CompileMode, PassResult, Program, Rewritten, check_mode, decode_graph
+from ckv_compile.passes.lower_to_triton import lower_to_triton
+from ckv_compile.pipeline import CompileMode, PassResult, Program, Rewritten, check_mode, decode_graph, run_passes
 from ckv_compile.program import StoredProgram, Weight
 
 log = logging.getLogger("ckv_compile")
@@ -388,7 +389,11 @@ def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard
         state = CacheState.allocate(shape, config.capacity, rows)
         step = program.export(decode_graph(rewritten, state), weights, state, steps=1)
         if rows in aot:  # first: it needs the examples of its inputs
+            if shape.device.type == "cuda":
+                run_passes(step.graph_module, [lower_to_triton], before=rewritten.passes)
             _write_package(step, folder / f"decode-{rows}.aot.pt2")
+            if shape.device.type == "cuda":
+                step = program.export(decode_graph(rewritten, state), weights, state, steps=1)
         _write_program(step, folder / f"decode-{rows}.pt2", table, rows)
     if aot and shape.device.type == "cpu" and (library := cpu.library()):
         shutil.copyfile(library, folder / _KERNEL)

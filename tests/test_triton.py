@@ -9,9 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import triton
+from ckv_compile.passes.lower_to_triton import lower_to_triton
+from conftest import tiny_model
+from torch._dynamo.utils import detect_fake_mode
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
+from torch._inductor.fx_utils import FakeTensorUpdater
+from torch._inductor.virtualized import V
 
+from ckv_compile.cache import CacheState
+from ckv_compile.capture import reexport
 from ckv_compile.kernels import aot, attention, compaction
+from ckv_compile.kernels.builds import Build
+from ckv_compile.model import rewrite_model
 
 TESTS = Path(__file__).parent
 # Of a chip's registers a thread, and of the shared memory that two programs (float32: one) leave each other.
@@ -107,3 +120,72 @@ def test_the_page_counts_the_builds():
     assert f"all {len(ALL)} specialisations" in page
     assert f"compiles {len(NVIDIA)} of them for sm_80 and sm_90" in page
     assert f"and {len(AMD)} for gfx942" in page
+
+
+class _ChipElsewhere:
+    """A driver that answers for a chip which is not here."""
+
+    def get_current_target(self):
+        return aot.TARGETS["sm_90"]
+
+    def is_active(self):
+        return True
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, monkeypatch):
+    """What Inductor is given for a CUDA package: launches that it can compile, which write to the state in place."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", _ChipElsewhere())
+    model = tiny_model(family, head_dim=64).to(torch.bfloat16)
+    options = {"budget": 160, "interval": 32, "n_recent": 8, "n_sink": 2, "chunk_size": 16}
+    rewritten, config = rewrite_model(model, None, options)
+    state = CacheState.allocate(rewritten.shape, config.capacity, 1)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    graph = reexport(rewritten.graph, ids, state)
+    assert lower_to_triton(graph) == 4  # three layers, and the compaction
+    graph.recompile()
+    graphs = []
+    with torch.no_grad():
+        aot_module_simplified(
+            graph, (ids, *state), lambda graph, _: graphs.append(graph) or graph, keep_inference_input_mutations=True
+        )
+    (lowered,) = graphs
+    assert not [node for node in lowered.graph.nodes if "ckv" in str(node.target)]
+    inputs = [node.meta["val"] for node in lowered.graph.find_nodes(op="placeholder")]
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        reinplace_inplaceable_ops(FakeTensorUpdater(lowered), lowered.graph)
+    launches = lowered.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    assert len(launches) == 6  # a compaction has three
+    for node in launches:
+        written = {"keys_ptr", "values_ptr", "degree_ptr", "fill_ptr", "position_ptr"}
+        assert not written & set(node.kwargs["tensors_to_clone"]), node
+        build = build_of(node)
+        for target in ("sm_80", "sm_90"):
+            assert aot.report(build, target).resources.shared <= MOST_SHARED[target]
+    for node in lowered.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        assert node.args[0] is node.args[1]  # of what was written in place: Inductor drops it
+    clones = lowered.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    assert all(node.meta["val"].numel() < state.keys[0, 0].numel() for node in clones)
+
+
+def build_of(launch):
+    """The specialisation that a launch in a graph asks for."""
+    kernel = kernel_side_table.get_kernel(launch.kwargs["kernel_idx"])
+    given = launch.kwargs["kwargs"] | kernel_side_table.get_constant_args(launch.kwargs["constant_args_idx"])
+    (choice,) = kernel.configs  # its warps and stages
+    kernel = kernel.fn
+    constants = {param.name: given[param.name] for param in kernel.params if param.is_constexpr}
+    types = {float: "fp32", int: "i32"}
+    names = {
+        torch.bfloat16: "*bf16",
+        torch.float32: "*fp32",
+        torch.int64: "*i64",
+        torch.int32: "*i32",
+        torch.bool: "*i1",
+    }
+    signature = {
+        param.name: types.get(type(given[param.name])) or names[given[param.name].meta["val"].dtype]
+        for param in kernel.params
+        if not param.is_constexpr
+    }
+    return Build("lowered", kernel, signature, constants, choice.num_warps, choice.num_stages)
