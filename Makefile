@@ -6,7 +6,7 @@ MODEL ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup demo demo-similarity demo-clusters test gpu-builds lint bench clean
+.PHONY: setup demo demo-similarity demo-clusters demo-export test gpu-builds lint bench clean
 
 setup: .venv/ready
 
@@ -20,7 +20,7 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/python demos/generate.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-demo-similarity demo-clusters: demo-%: setup
+demo-similarity demo-clusters demo-export: demo-%: setup
 	$(BIN)/python demos/$*.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: setup
