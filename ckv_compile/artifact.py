@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
 from ckv_compile import program
@@ -523,17 +523,25 @@ def _check_program(stored: StoredProgram, name: str, table: _Table, rows: int | 
     for field, found in stored.inputs.items():
         if found != expected[field]:
             raise ArtifactError(f"{name} takes {field} as {found}, where {_CONFIG} has {expected[field]}")
-    plan = dataclasses.astuple(config.schedule)
+    plan = dataclasses.asdict(config.schedule)
     for target, layers in ((cached_attention, table.shape.layers), (window_attention, table.shape.window_layers)):
-        nodes = stored.graph.find_nodes(op="call_function", target=target)
-        numbers = [node.args[8 if target is cached_attention else 7] for node in nodes]
+        calls = [_arguments(node) for node in stored.graph.find_nodes(op="call_function", target=target)]
+        numbers = [call.get("layer") for call in calls]
         if numbers != list(range(layers)):
             raise ArtifactError(f"{name} attends in layers {numbers} by {target}, where {_CONFIG} has {layers}")
-        if target is cached_attention and any(node.args[-len(plan) :] != plan for node in nodes):
+        if target is cached_attention and any(not plan.items() <= call.items() for call in calls):
             raise ArtifactError(f"{name} compacts by another plan than {_CONFIG}: {plan}")
-    (close,) = stored.graph.find_nodes(op="call_function", target=compact_) or (None,)
-    if close is None or close.args[-len(plan) :] != plan:
+    closings = [_arguments(node) for node in stored.graph.find_nodes(op="call_function", target=compact_)]
+    if len(closings) != 1 or not plan.items() <= closings[0].items():
         raise ArtifactError(f"{name} does not end a step by the plan of {_CONFIG}: {plan}")
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """What one of our operators is called with, by the names in its schema; numbers alone."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: value for name, value in given.items() if isinstance(value, int | float)}
 
 
 def _program(folder: Path, name: str, table: _Table, weights: Sequence[Weight], rows: int | None) -> GraphModule:
