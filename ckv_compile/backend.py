@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckv_compile.cache import CacheState, ClusteredCache
 from ckv_compile.config import CKVConfig
@@ -40,7 +41,7 @@ from ckv_compile.graph import (
 )
 from ckv_compile.inputs import check_positions, check_range
 from ckv_compile.model import allocate_cache, rewrite_model
-from ckv_compile.ops import update, window_attention
+from ckv_compile.ops import cached_attention, update, window_attention
 from ckv_compile.passes.canonicalize_attention import canonicalize_attention, ungrouped, window_of
 from ckv_compile.passes.insert_cached_attention import insert_cached_attention
 from ckv_compile.passes.insert_compaction import insert_compaction
@@ -71,19 +72,26 @@ def cache_for(
         InputError: for a batch size outside 1..max_batch_size.
         UnsupportedModelError: for a model that cannot be captured or rewritten, with the reason.
     """
-    rewritten, config = rewrite_model(model, config, options)
-    if rewritten.passes[0].matches:
+    name = type(model).__name__
+    if any(is_traceable_wrapper_subclass(weight) for weight in model.parameters()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} changes its rotary frequencies with the length of its input: use transform(), "
-            "which chooses them once"
+            f'{name} has quantised weights, which the backend "ckv" cannot trace: use transform(), or quantise less'
         )
-    attention = [node for node in rewritten.graph.graph.nodes if node.target in _CACHED]
+    rewritten, config = rewrite_model(model, config, options)
+    if config.prefill_chunk is not None:
+        raise ConfigError(
+            f"prefill_chunk={config.prefill_chunk} is of transform(): with this cache, pass "
+            f"prefill_chunk_size={config.prefill_chunk} to the model's own generate()"
+        )
+    if {result.name: result.matches for result in rewritten.passes}["freeze_rotary"]:
+        raise UnsupportedModelError(
+            f"{name} changes its rotary frequencies with the length of its input: use transform(), which chooses them "
+            "once"
+        )
+    attention = [node for node in rewritten.graph.graph.nodes if node.target in (cached_attention, window_attention)]
     windowed = tuple(node.target is window_attention for node in attention)
     cache = allocate_cache(rewritten.shape, config, batch_size)
     return ClusteredCache(cache.shape, cache.schedule, cache.state, windowed=windowed, positions=rewritten.positions)
-
-
-_CACHED = (torch.ops.ckv.cached_attention.default, window_attention)
 
 
 def backend(

@@ -264,10 +264,11 @@ class ClusteredCache(Cache):  # type: ignore[misc]
             )
         if not 0 <= layer_idx < len(self.windowed):
             raise InputError(f"layer {layer_idx} of a model, in a cache for {len(self.windowed)} layers of another")
+        if key_states.shape[0] != self.batch_size:  # which is static
+            raise InputError(f"{key_states.shape[0]} rows of tokens for a cache of {self.batch_size} rows")
         windowed = self.windowed[layer_idx]
         index = self.windowed[:layer_idx].count(windowed)
         if torch.compiler.is_dynamo_compiling():
-            torch._check(key_states.shape[0] == self.state.fill.shape[0])  # which is static
             new: tuple[Tensor, Tensor] = torch.ops.ckv.update(
                 key_states, value_states, *self.state, index, windowed, *self._plan
             )
@@ -294,10 +295,9 @@ class ClusteredCache(Cache):  # type: ignore[misc]
                 'they were tokens. Compile its forward, model.forward = torch.compile(model.forward, backend="ckv"), '
                 'or pass compile_config=CompileConfig(backend="ckv") to generate(), which then compiles on CUDA'
             )
-        if keys.shape[0] != self.batch_size or keys.dtype != self.shape.dtype or keys.device != self.shape.device:
+        if (keys.dtype, keys.device) != (self.shape.dtype, self.shape.device):
             raise InputError(
-                f"keys of {keys.shape[0]} rows, {keys.dtype} on {keys.device}, for a cache of {self.batch_size} rows, "
-                f"{self.shape.dtype} on {self.shape.device}"
+                f"keys of {keys.dtype} on {keys.device}, for a cache of {self.shape.dtype} on {self.shape.device}"
             )
         if position_ids is None and self.batch_size > 1:
             raise InputError(

@@ -294,6 +294,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 check_shape(prompt)
                 check_range(prompt, self._rewritten.vocabulary)
                 check_continuation(prompt, kwargs)
+            if (given := kwargs.pop("past_key_values", None)) is not None:
+                kwargs[_CACHE_NAME] = given  # newer versions warn of the older name
             self._progress = show
             try:
                 output = super().generate(inputs, generation_config, **kwargs)
@@ -539,6 +541,11 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             raise InputError(
                 f"a compiled model cannot continue a {type(cache).__name__}: pass a cache that it returned, or "
                 "new_cache()"
+            )
+        if cache.windowed is not None:
+            raise InputError(
+                'a cache made by cache_for() is for the original model, compiled by the backend "ckv": pass one that '
+                "this model returned, or new_cache()"
             )
         found = (cache.shape, cache.schedule, cache.capacity)
         expected = (self.cache_shape, self.ckv_config.schedule, self.ckv_config.capacity)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 import ckv_compile
 from ckv_compile import clustering
-from ckv_compile.benchmark import text_prompt
 from ckv_compile.cache import CacheState
+from ckv_compile.evaluation import text_of
 from ckv_compile.loading import SMOLLM2, load_model
 
 COLOURS = {1: "#ffffff", 2: "#fff3c4", 4: "#fbd38d", 8: "#f6ad55", 16: "#ed8936", 1 << 30: "#e05d44"}
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"{name} {value}: this model has clustered ones from 0 to {count - 1}")
     if args.tokens < config.capacity:
         parser.error(f"--tokens {args.tokens}: nothing is merged below budget + interval = {config.capacity}")
-    ids = text_prompt(tokenizer, args.tokens)
+    ids = text_of(tokenizer, args.tokens)
     clusters, degrees = find_clusters(model, ids, layer)
     slot, degree = clusters.slot[args.head], clusters.degree[args.head]
     tokens = [decode(tokenizer, token) for token in ids[0].tolist()]

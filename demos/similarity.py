@@ -27,7 +27,7 @@ from tabulate import tabulate
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ckv_compile.benchmark import text_prompt
+from ckv_compile.evaluation import text_of
 from ckv_compile.loading import SMOLLM2, load_model
 
 DISTANCES = (1, 2, 8, 32, 128)
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     transformers.logging.set_verbosity_error()
 
     model, tokenizer = load_model(args.model)
-    cached, before = read_keys(model, text_prompt(tokenizer, args.tokens))
+    cached, before = read_keys(model, text_of(tokenizer, args.tokens))
     keys = {"as cached": cached} | ({"before RoPE": before} if before else {})
     cosines = {name: torch.stack([mean_cosines(layer) for layer in layers]) for name, layers in keys.items()}
     print(f"{args.model}, {args.tokens} tokens of CPython's language reference\n")

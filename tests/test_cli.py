@@ -1,6 +1,7 @@
 """Every command on a tiny model in a folder: what it prints, its JSON, its exit codes and its errors."""
 
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -33,6 +34,15 @@ def tiny_tokenizer(template=TEMPLATE):
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template)
+
+
+@pytest.fixture(autouse=True)
+def _log_level():
+    """Commands set how much is logged in a process, which is their own otherwise."""
+    log = logging.getLogger("ckv_compile")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture(scope="module")

@@ -481,7 +481,7 @@ def test_moving_or_casting_a_compiled_model_is_refused():
 
 def test_the_original_model_refuses_our_cache(prompt):
     model, ours = pair()
-    with pytest.raises(ckv_compile.InputError, match="only works with a model returned by"):
+    with pytest.raises(ckv_compile.InputError, match="only works with the model returned by"):
         model(prompt(4), past_key_values=ours.new_cache())
 
 
