@@ -33,15 +33,16 @@ from ckv_compile.graph import (
     ATTENTION_TARGETS,
     Attention,
     ancestors,
+    attention_arguments,
     evaluate,
     fault,
     inputs,
     state_inputs,
     tensor_meta,
 )
-from ckv_compile.inputs import check_positions, check_range
-from ckv_compile.model import allocate_cache, rewrite_model
-from ckv_compile.ops import cached_attention, update, window_attention
+from ckv_compile.inputs import check_positions, check_range, left_padding
+from ckv_compile.model import allocate_cache, check_batch_size, rewrite_model
+from ckv_compile.ops import attention, cached_attention, update, window_attention
 from ckv_compile.passes.canonicalize_attention import canonicalize_attention, ungrouped, window_of
 from ckv_compile.passes.insert_cached_attention import insert_cached_attention
 from ckv_compile.passes.insert_compaction import insert_compaction
@@ -61,6 +62,9 @@ def cache_for(
     The model is captured and rewritten as in `transform`, to find what the cache must hold and to prove that it can
     stand for the model's own; it is not changed.
 
+    Such a cache is for the model that it was made for: one of another model of the same sizes is not always told apart.
+    It can be forked, cropped and reset, but not saved.
+
     Args:
         model: as in `transform`; its attention must call scaled_dot_product_attention, and `update` of its cache.
         config: the configuration; or pass its fields as options, `budget` at least.
@@ -72,6 +76,7 @@ def cache_for(
         InputError: for a batch size outside 1..max_batch_size.
         UnsupportedModelError: for a model that cannot be captured or rewritten, with the reason.
     """
+    check_batch_size(batch_size)
     name = type(model).__name__
     if any(is_traceable_wrapper_subclass(weight) for weight in model.parameters()):
         raise UnsupportedModelError(
@@ -88,10 +93,9 @@ def cache_for(
             f"{name} changes its rotary frequencies with the length of its input: use transform(), which chooses them "
             "once"
         )
-    attention = [node for node in rewritten.graph.graph.nodes if node.target in (cached_attention, window_attention)]
-    windowed = tuple(node.target is window_attention for node in attention)
-    cache = allocate_cache(rewritten.shape, config, batch_size)
-    return ClusteredCache(cache.shape, cache.schedule, cache.state, windowed=windowed, positions=rewritten.positions)
+    layers = [node for node in rewritten.graph.graph.nodes if node.target in (cached_attention, window_attention)]
+    windowed = tuple(node.target is window_attention for node in layers)
+    return allocate_cache(rewritten.shape, config, batch_size, windowed=windowed, positions=rewritten.positions)
 
 
 def backend(
@@ -116,6 +120,7 @@ def backend(
     """
     if mode not in _MODES:
         raise ConfigError(f"mode={mode!r}: choose one of {', '.join(map(repr, _MODES))}")
+    _check_tokens(graph)
     aten = _to_aten(graph)
     updates = aten.graph.find_nodes(op="call_function", target=update)
     if not updates:
@@ -123,10 +128,12 @@ def backend(
     schedule = _name_inputs(aten, graph, updates)
     _check_options(options or {}, schedule, aten)
     _check_layers(aten, updates)
+    _check_positions_of_rows(aten)
     steps = tensor_meta(updates[0].args[0]).shape[2]
     masks: dict[Node, int] = {}
-    prove = functools.partial(_prove_at_this_length, proven={}, masks=masks)
+    prove = functools.partial(_prove_at_this_length, proven=set(), masks=masks)
     results = run_passes(aten, [functools.partial(canonicalize_attention, layers=len(updates), prove=prove)])
+    _check_order(aten)
     if steps != 1:
         placeholders = aten.graph.find_nodes(op="placeholder")
         with aten.graph.inserting_after(placeholders[-1]):
@@ -172,23 +179,21 @@ class _Call(NamedTuple):
         cache = ClusteredCache.of(given[self.position])
         steps = self.steps if isinstance(self.steps, int) else given[self.steps[0]].shape[self.steps[1]]
         cache.check_whole()
-        check_positions(cache.columns + steps, cache.positions)
-        positions = None if self.position_ids is None else given[self.position_ids]
-        extra: tuple[Tensor, ...] = ()
-        if steps > 1:
+        padding = torch.zeros_like(cache.state.position)
+        if steps > 1 or not padding.is_cuda:  # a step on CUDA does not wait for the device
             if self.input_ids is not None and self.vocabulary is not None:
                 check_range(given[self.input_ids], self.vocabulary)
-            padding = None if positions is None else cache.padding(positions)
-            padding = torch.zeros_like(cache.state.position) if padding is None else padding
-            extra = (padding,)
-        if steps > 1 or not given[self.position].is_cuda:  # a step on CUDA does not wait for the device
-            if steps == 1 and positions is not None:
-                cache.padding(positions)
+            if self.position_ids is not None and (found := cache.padding(given[self.position_ids])) is not None:
+                padding = found
             for index, window in self.masks:
-                _check_mask(given[index], steps, window, extra[0] if extra else cache.state.position * 0)
+                _check_mask(given[index], steps, window, padding, cache)
+        if (
+            cache.positions is not None and cache.columns + steps > cache.positions
+        ):  # columns, since the host knows them
+            check_positions(int((cache.state.position + steps - padding).max()), cache.positions)
         cache.broken = True
         with torch.no_grad():
-            output = self.program(*given, *extra)
+            output = self.program(*given, padding) if steps > 1 else self.program(*given)
         cache.columns += steps
         cache.broken = False
         return output
@@ -237,6 +242,8 @@ def _check_options(options: Mapping[str, Any], schedule: Schedule, aten: GraphMo
     capacity = int(tensor_meta(state_inputs(aten).keys).shape[3])
     own = dataclasses.asdict(schedule) | {"interval": capacity - schedule.budget}
     config = CKVConfig.from_options(own | dict(options))
+    if others := options.keys() - own.keys():
+        raise ConfigError(f"options {', '.join(sorted(others))} are not of the backend: pass them to cache_for()")
     for name, value in own.items():
         if getattr(config, name) != value:
             raise ConfigError(
@@ -277,24 +284,60 @@ def _check_layers(aten: GraphModule, updates: list[Node]) -> None:
         )
 
 
-def _layer_of(given: Attention) -> tuple[int, bool] | None:
-    """Layer and kind of the `ckv::update` that an attention gets its keys from."""
-    k = ungrouped(given.k)
-    source = k.all_input_nodes[0] if k.target is operator.getitem else k
+def _check_tokens(graph: GraphModule) -> None:
+    """Refuse tokens that do not fit in the cache, in Dynamo's graph; the number of rows is no symbol from here on."""
+    for node in graph.graph.nodes:
+        if node.target in (torch.ops.ckv.update, update):
+            k, keys = (argument.meta["example_value"] for argument in (node.args[0], node.args[2]))
+            if (int(k.shape[0]), k.dtype, k.device) != (keys.shape[0], keys.dtype, keys.device):
+                raise InputError(
+                    f"new tokens of {k.shape[0]} rows, {k.dtype} on {k.device}, for a cache of {keys.shape[0]} rows, "
+                    f"{keys.dtype} on {keys.device}: make a cache of as many rows, by cache_for() of this very model"
+                )
+
+
+def _check_positions_of_rows(aten: GraphModule) -> None:
+    """Refuse to count the positions of several rows from the cache's length, which is that of the longest one."""
+    position = state_inputs(aten).position
+    counted = any(user.target is not update for user in position.users)
+    if counted and "position_ids" not in inputs(aten) and tensor_meta(position).shape[0] > 1:
+        raise InputError(
+            "a batch needs position_ids, as generate() passes them: without, all rows would get those of the longest"
+        )
+
+
+def _check_order(aten: GraphModule) -> None:
+    """Refuse attentions that do not come in the order of the cache's layers, each with keys and values of its own."""
+    numbers = {False: 0, True: 0}
+    for node in aten.graph.find_nodes(op="call_function", target=attention):
+        given = attention_arguments(node)
+        kind = given.window > 0
+        found = (_layer_of(given.k), _layer_of(given.v))
+        if found != ((numbers[kind], kind),) * 2:
+            raise fault(node, f"keys and values of layer {numbers[kind]} of its kind", f"those of {found}")
+        numbers[kind] += 1
+
+
+def _layer_of(tensor: Node) -> tuple[int, bool] | None:
+    """Layer and kind of the `ckv::update` that gave an attention its keys or values."""
+    tensor = ungrouped(tensor)
+    while tensor.target is torch.ops.aten.constant_pad_nd.default:  # to the head size of keys or values
+        tensor = tensor.all_input_nodes[0]
+    source = tensor.all_input_nodes[0] if tensor.target is operator.getitem else tensor
     if source.target is not update:
         return None
-    layer, windowed = source.args[_STATE_ARGUMENTS.stop : _STATE_ARGUMENTS.stop + 2]
-    return int(layer), bool(windowed)
+    number: Any = source.args[_STATE_ARGUMENTS.stop]
+    return int(number), bool(source.args[_STATE_ARGUMENTS.stop + 1])
 
 
 def _prove_at_this_length(
-    graph: GraphModule, node: Node, given: Attention, proven: dict[tuple[Node, int], bool], masks: dict[Node, int]
+    graph: GraphModule, node: Node, given: Attention, proven: set[tuple[Node, int]], masks: dict[Node, int]
 ) -> int:
     """Return the window of the layer that an attention belongs to, if its mask shows it at the length of the graph.
 
     A mask that depends on inputs is proven to be what they say; which they are goes to `masks`, with the window.
     """
-    layer = _layer_of(given)
+    layer = _layer_of(given.k)
     if layer is None:
         raise fault(node, "keys that ClusteredCache.update() returned", f"{given.k.name}")
     window = int(tensor_meta(state_inputs(graph).window_keys).shape[3]) if layer[1] else 0
@@ -322,7 +365,7 @@ def _prove_at_this_length(
         for source in feed:
             if str(source.target) not in named and isinstance(source.meta["val"], Tensor):
                 masks[source] = window
-        proven[mask, window] = True
+        proven.add((mask, window))
     return window
 
 
@@ -351,16 +394,17 @@ def _seen(steps: int, window: int, device: torch.device | None = None) -> Tensor
     return seen.triu(1 - window) if window else seen
 
 
-def _check_mask(mask: Tensor, steps: int, window: int, padding: Tensor) -> None:
+def _check_mask(mask: Tensor, steps: int, window: int, padding: Tensor, cache: ClusteredCache) -> None:
     """Refuse a mask that hides more or less than the padding [B] and what is not in the window."""
-    shown = torch.arange(steps, device=mask.device) >= padding[:, None]  # [B, S]
-    hidden = ~mask if mask.dtype == torch.bool else (mask == 0 if mask.ndim == 2 else mask <= -1e4)
     if mask.ndim == 2:
-        fits = mask.shape[1] >= steps and bool((~hidden[:, -steps:] == shown).all())
+        fits = left_padding(mask, cache, mask[:, -steps:]) == padding.tolist()
     else:
+        shown = torch.arange(steps, device=mask.device) >= padding[:, None]  # [B, S]
         expected = _seen(steps, window, mask.device) & shown[:, None, None, :]
+        found = mask if mask.dtype == torch.bool else mask == 0
+        hidden = ~mask if mask.dtype == torch.bool else mask <= -1e4  # a mask of other numbers is neither
         fits = mask.shape[-2:] == (steps, steps) and bool(
-            ((~hidden == expected) | ~shown[:, None, :, None]).all()  # what padding sees does not matter
+            ((found == expected) & (hidden == ~expected) | ~shown[:, None, :, None]).all()  # padding may see anything
         )
     if not fits:
         raise InputError(

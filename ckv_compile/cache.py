@@ -189,8 +189,15 @@ class ClusteredCache(Cache):  # type: ignore[misc]
             state = CacheState(*(tensor.clone() for tensor in self.state))
         return ClusteredCache(self.shape, self.schedule, state, self.columns, self.windowed, self.positions)
 
+    def __copy__(self) -> "ClusteredCache":
+        return self.fork()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "ClusteredCache":
         return self.fork()
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled: a cache needs the model that it belongs to."""
+        raise InputError("a ClusteredCache cannot be pickled: save_cache() and load_cache() of its model use files")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, as far as the cache holds them one by one.
@@ -245,7 +252,8 @@ class ClusteredCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Take the new tokens of one layer of an original model, and return them: they attend to each other first.
 
-        In a forward that the backend "ckv" compiles, it makes the attention that follows one over the cache.
+        In a forward that the backend "ckv" compiles, it makes the attention that follows one over the cache. In one
+        that is not compiled no mask reaches it, so padding must show in the positions, as `generate` passes them.
 
         Args:
             key_states: [B, Hkv, S, D].
@@ -264,8 +272,6 @@ class ClusteredCache(Cache):  # type: ignore[misc]
             )
         if not 0 <= layer_idx < len(self.windowed):
             raise InputError(f"layer {layer_idx} of a model, in a cache for {len(self.windowed)} layers of another")
-        if key_states.shape[0] != self.batch_size:  # which is static
-            raise InputError(f"{key_states.shape[0]} rows of tokens for a cache of {self.batch_size} rows")
         windowed = self.windowed[layer_idx]
         index = self.windowed[:layer_idx].count(windowed)
         if torch.compiler.is_dynamo_compiling():
@@ -295,9 +301,10 @@ class ClusteredCache(Cache):  # type: ignore[misc]
                 'they were tokens. Compile its forward, model.forward = torch.compile(model.forward, backend="ckv"), '
                 'or pass compile_config=CompileConfig(backend="ckv") to generate(), which then compiles on CUDA'
             )
-        if (keys.dtype, keys.device) != (self.shape.dtype, self.shape.device):
+        if (keys.shape[0], keys.dtype, keys.device) != (self.batch_size, self.shape.dtype, self.shape.device):
             raise InputError(
-                f"keys of {keys.dtype} on {keys.device}, for a cache of {self.shape.dtype} on {self.shape.device}"
+                f"new tokens of {keys.shape[0]} rows, {keys.dtype} on {keys.device}, for a cache of {self.batch_size} "
+                f"rows, {self.shape.dtype} on {self.shape.device}"
             )
         if position_ids is None and self.batch_size > 1:
             raise InputError(

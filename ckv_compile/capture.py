@@ -29,15 +29,22 @@ _EXAMPLE_BATCH, _EXAMPLE_STEPS = 2, 16
 
 
 class Logits(nn.Module):
-    """The part of a causal LM that is traced: token ids and true positions in, logits out, no cache."""
+    """The part of a causal LM that is traced: token ids and true positions in, logits out, no cache.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the causal LM.
+        compiled: whether to run a forward that torch.compile has compiled as such; torch.export never does.
+    """
+
+    def __init__(self, model: nn.Module, compiled: bool = True) -> None:
         super().__init__()
         self.model = model
+        self.compiled = compiled
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         options = {"use_cache": False} if isinstance(self.model, PreTrainedModel) else {}
-        output = self.model(input_ids=input_ids, position_ids=position_ids, **options)
+        model = self.model if self.compiled else getattr(self.model.forward, "_torchdynamo_orig_callable", self.model)
+        output = model(input_ids=input_ids, position_ids=position_ids, **options)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         return logits
 

@@ -118,21 +118,32 @@ def rewrite_model(model: nn.Module, config: CKVConfig | None, options: dict[str,
         return rewrite(model, config), config
 
 
-def allocate_cache(shape: CacheShape, config: CKVConfig, batch_size: int) -> ClusteredCache:
-    """Allocate an empty cache of a rewritten model.
+def allocate_cache(shape: CacheShape, config: CKVConfig, batch_size: int, **of_original: Any) -> ClusteredCache:
+    """Allocate an empty cache of a rewritten model, or with the last arguments of `ClusteredCache` for an original one.
 
     Raises:
         InputError: for a batch size outside 1..max_batch_size.
     """
+    check_batch_size(batch_size)
     limit = config.max_batch_size
-    if not 1 <= batch_size <= limit:
+    if batch_size > limit:
         raise InputError(
             f"a batch of {batch_size} rows; this model was transformed for 1 to {limit}: "
-            "use fewer rows, or pass a larger max_batch_size to transform()"
+            "use fewer rows, or pass a larger max_batch_size"
         )
     with torch.inference_mode(False):
         state = CacheState.allocate(shape, config.capacity, batch_size)
-    return ClusteredCache(shape, config.schedule, state)
+    return ClusteredCache(shape, config.schedule, state, **of_original)
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Refuse what is no number of rows.
+
+    Raises:
+        InputError: with what it should be.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise InputError(f"batch_size={batch_size!r}: pass an int of at least 1")
 
 
 def load(

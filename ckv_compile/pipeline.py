@@ -107,12 +107,11 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
     )
     with _as_pass("insert_cached_attention", results):
         shape = cache_shape(graph)
-    # As it is written: its forward may be compiled, by the backend of this package for one.
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad():
         # Where the longest context chose the frequencies, the model must have it to choose alike.
         last = positions_of_ids + (max(0, (config.max_context or 0) - tokens) if results[0].matches else 0)
         try:
-            own = Logits(model)(ids, last)
+            own = Logits(model, compiled=False)(ids, last)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -1,7 +1,9 @@
 """The torch.compile backend: original models in transformers' own loop give the tokens of `transform`."""
 
+import copy
 import inspect
 import math
+import pickle
 import re
 
 import pytest
@@ -206,8 +208,9 @@ def test_the_compiled_step_copies_no_cache(prompt):
         ({"budget": 32}, r"options=\{'budget': 32\} of the backend, but the cache was made with budget=24"),
         ({"budget": 0.5}, r"options=\{'budget': 0.5\}"),
         ({"interval": 10}, r"the cache was made with interval=8"),
+        ({"prefill_chunk": 8}, r"options prefill_chunk are not of the backend"),
     ],
-    ids=["misspelt", "other-budget", "fraction", "other-interval"],
+    ids=["misspelt", "other-budget", "fraction", "other-interval", "of-transform"],
 )
 def test_options_must_be_those_of_the_cache(options, message, prompt):
     model = model_of()
@@ -322,19 +325,107 @@ def test_positions_and_masks_that_do_not_continue_the_cache(prompt):
         call(attention_mask=hidden)
     hidden[0] = mask[0]
     hidden[0, -1] = 0
-    with pytest.raises(InputError, match="hides other tokens than the padding"):
+    with pytest.raises(InputError, match="hides tokens that are not at the left"):
         call(attention_mask=hidden)
+    soft = torch.full((2, 1, 12, 12), -torch.inf, dtype=torch.float64).triu(1)
+    soft[0, :, 5:, 0] = -8.0
+    with pytest.raises(InputError, match="hides other tokens than the padding"):
+        call(attention_mask=soft)
     with pytest.raises(InputError, match="token ids from 0 to 999; this model's are 0 to 127"):
         call(input_ids=ids.clone().fill_(0).index_fill_(1, torch.tensor([3]), 999))
     assert cache.columns == 0
     call()
+    step = {"input_ids": ids[:, :1], "position_ids": torch.full((2, 1), 12)}
     with pytest.raises(InputError, match="positions must go on"):
-        call(input_ids=ids[:, :1], position_ids=positions[:, :1], attention_mask=None)
-    call(input_ids=ids[:, :1], position_ids=torch.full((2, 1), 12), attention_mask=None)
+        call(**step | {"position_ids": positions[:, :1], "attention_mask": None})
+    with pytest.raises(InputError, match="token ids from 999 to 999"):
+        call(**step | {"input_ids": torch.full((2, 1), 999), "attention_mask": None})
+    hidden = torch.ones(2, 13, dtype=torch.int64)
+    hidden[0, 3:6] = 0
+    with pytest.raises(InputError, match=r"shows .* earlier tokens"):
+        call(**step, attention_mask=hidden)
+    with pytest.raises(InputError, match="for 2 rows with 12 columns in the cache and 1 new ones"):
+        call(**step, attention_mask=torch.ones(2, 7, dtype=torch.int64))
+    call(**step, attention_mask=None)
     assert cache.columns == 13
 
 
+def test_a_batch_without_positions(prompt):
+    """All rows would get those of the longest."""
+    model = model_of()
+    cache = ckv_compile.cache_for(model, batch_size=2, **OPTIONS)
+    compiled(model)(**padded(prompt, 0, 15, length=40) | {"position_ids": POSITIONS_OF_PADDED}, **{CACHE: cache})
+    with pytest.raises(BackendCompilerFailed, match="a batch needs position_ids"):
+        model(input_ids=torch.tensor([[1], [1]]), **{CACHE: cache})
+    assert cache.state.position.tolist() == [40, 25]
+
+
+POSITIONS_OF_PADDED = torch.stack([torch.arange(40), torch.cat([torch.zeros(15), torch.arange(25)]).long()])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"rows": 2}, "new tokens of 1 rows, .*, for a cache of 2 rows"), ({"dtype": torch.float32}, "torch.float32")],
+    ids=["rows", "dtype"],
+)
+def test_a_cache_of_other_rows_or_another_dtype(changes, message):
+    model = decoder()
+    cache = ckv_compile.cache_for(decoder().to(changes.get("dtype")), batch_size=changes.get("rows", 1), **OPTIONS)
+    with pytest.raises(BackendCompilerFailed, match=message):
+        torch.compile(model, backend="ckv")(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), cache)
+    assert not cache.columns
+
+
+class Backwards(Decoder):
+    """Which attends in another order than it updates its cache."""
+
+    def forward(self, input_ids, position_ids, cache=None):
+        x = self.tokens(input_ids)
+        new = [x[:, :, i : i + 16].unflatten(-1, (2, 8)).transpose(1, 2) for i in (0, 16)]
+        new = [cache.update(k, k, layer)[0] for layer, k in enumerate(new)]
+        for k in reversed(new):
+            x = x + F.scaled_dot_product_attention(k, k, k, is_causal=True).transpose(1, 2).flatten(2).repeat(1, 1, 2)
+        return self.head(x)
+
+
+def test_layers_that_attend_in_another_order():
+    cache = ckv_compile.cache_for(decoder(), **OPTIONS)
+    with pytest.raises(BackendCompilerFailed, match="expected keys and values of layer 0 of its kind"):
+        torch.compile(Backwards().double(), backend="ckv")(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), cache)
+
+
+def test_padding_does_not_count_as_positions():
+    """60 columns of which 40 are tokens, for a model of 90 positions, and then 49 steps' worth more."""
+    model = decoder()
+    cache = ckv_compile.cache_for(model, **OPTIONS)
+    positions = torch.cat([torch.zeros(60), torch.arange(40)]).long()[None]
+    torch.compile(model, backend="ckv")(torch.ones(1, 100, dtype=torch.int64), positions, cache)
+    assert cache.state.position.tolist() == [40]
+
+
+def test_copies_are_forks_and_pickles_are_refused():
+    cache = ckv_compile.cache_for(decoder(), **OPTIONS)
+    for other in (copy.copy(cache), copy.deepcopy(cache)):
+        assert type(cache).of(other.state.position) is other
+        assert other.state.keys.data_ptr() != cache.state.keys.data_ptr()
+    with pytest.raises(InputError, match="cannot be pickled"):
+        pickle.dumps(cache)
+
+
+def test_quantised_weights_are_refused():
+    quantize_ = pytest.importorskip("torchao.quantization").quantize_
+    model = tiny_model()
+    quantize_(model, pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig())
+    with pytest.raises(UnsupportedModelError, match="quantised weights"):
+        ckv_compile.cache_for(model, **OPTIONS)
+
+
 def test_bad_arguments_of_cache_for():
+    with pytest.raises(ConfigError, match="prefill_chunk=8 is of transform"):
+        ckv_compile.cache_for(decoder(), prefill_chunk=8, **OPTIONS)
+    for bad in (True, 0, 1.5, "2"):
+        with pytest.raises(InputError, match="pass an int of at least 1"):
+            ckv_compile.cache_for(decoder(), batch_size=bad, **OPTIONS)
     with pytest.raises(ConfigError, match="unknown option 'budgett'"):
         ckv_compile.cache_for(tiny_model(), budgett=3)
     with pytest.raises(InputError, match="a batch of 9 rows"):
