@@ -464,7 +464,7 @@ def test_dropout_in_training_mode_is_refused():
             lambda m: m(torch.tensor([[1, 2]]), past_key_values=pair("llama", "eager", **SMALL)[1].new_cache()),
             "another model or config",
         ),
-        (lambda m: m.new_cache(0), "a batch of 0 rows"),
+        (lambda m: m.new_cache(0), "batch_size=0: pass an int"),
     ],
 )
 def test_bad_input_is_refused(call, message):
