@@ -179,21 +179,21 @@ class _Call(NamedTuple):
         cache = ClusteredCache.of(given[self.position])
         steps = self.steps if isinstance(self.steps, int) else given[self.steps[0]].shape[self.steps[1]]
         cache.check_whole()
-        padding = torch.zeros_like(cache.state.position)
-        if steps > 1 or not padding.is_cuda:  # a step on CUDA does not wait for the device
+        seen, extra = cache.state.position, []
+        if steps > 1 or not seen.is_cuda:  # a step on CUDA does not wait for the device
             if self.input_ids is not None and self.vocabulary is not None:
                 check_range(given[self.input_ids], self.vocabulary)
-            if self.position_ids is not None and (found := cache.padding(given[self.position_ids])) is not None:
-                padding = found
+            padding = None if self.position_ids is None else cache.padding(given[self.position_ids])
+            padding = torch.zeros_like(seen) if padding is None else padding
             for index, window in self.masks:
                 _check_mask(given[index], steps, window, padding, cache)
-        if (
-            cache.positions is not None and cache.columns + steps > cache.positions
-        ):  # columns, since the host knows them
-            check_positions(int((cache.state.position + steps - padding).max()), cache.positions)
+            extra = [padding] if steps > 1 else []
+        # Columns first, which the host knows; there are no more tokens than that.
+        if cache.positions is not None and cache.columns + steps > cache.positions:
+            check_positions(int((seen + steps - sum(extra)).max()), cache.positions)
         cache.broken = True
         with torch.no_grad():
-            output = self.program(*given, padding) if steps > 1 else self.program(*given)
+            output = self.program(*given, *extra)
         cache.columns += steps
         cache.broken = False
         return output
