@@ -5,6 +5,7 @@ import logging
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +182,59 @@ def test_a_template_that_rewrites_earlier_turns_starts_the_cache_again(compiled)
     assert talk.cache.get_seq_length() == 4 + 3
 
 
+class Failing:
+    """A streamer that fails at one of its calls: the first is the prompt's, each other one a token's."""
+
+    def __init__(self, call):
+        self.left = call
+
+    def put(self, tokens):
+        self.left -= 1
+        if not self.left:
+            raise OSError("no space left")
+
+    def end(self):
+        raise OSError("no space left")
+
+
+def interrupt(done, total):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "call",
+    [None, 1, 2, 5, 99],
+    ids=["in the prefill", "before it", "at the first token", "at a later one", "at the end"],
+)
+@pytest.mark.parametrize("saved", [False, True], ids=["", "saved and loaded"])
+def test_a_turn_after_one_that_failed_is_as_if_that_had_not_been(call, saved, compiled, tmp_path):
+    talk, fresh = (Conversation(compiled, tiny_tokenizer()) for _ in range(2))
+    first, second = (fresh.turn(text, max_new_tokens=6) for text in ("w7 w8", "w9 w10"))
+    assert talk.turn("w7 w8", max_new_tokens=6) == first
+    options = {"streamer": Failing(call)} if call else {"progress": interrupt}
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        talk.turn("w20 w21", max_new_tokens=6, **options)  # as long as the next turn, and of other words
+    if saved:
+        talk.save(tmp_path / "talk")
+        talk.load(tmp_path / "talk")
+    assert talk.turn("w9 w10", max_new_tokens=6).reply == second.reply
+    assert (talk.messages, talk.tokens) == (fresh.messages, fresh.tokens)
+
+
+def test_a_turn_that_fails_before_it_reads_anything_costs_nothing(compiled):
+    talk = Conversation(compiled, tiny_tokenizer())
+    talk.turn("w7 w8", max_new_tokens=6)
+    with pytest.raises(InputError, match="num_beams"):
+        talk.turn("w9", max_new_tokens=6, num_beams=2)
+    assert not talk.turn("w9", max_new_tokens=6).restarted
+
+
+def test_a_turn_that_the_cache_has_read_already_starts_it_again(compiled):
+    talk = Conversation(compiled, tiny_tokenizer(FORGETFUL))
+    first, second = (talk.turn("w5 w6", max_new_tokens=1) for _ in range(2))
+    assert (second.reply, second.prefilled) == (first.reply, first.prefilled)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -198,17 +252,75 @@ def test_a_chat_goes_on_after_a_wrong_command(line, message, compiled, capsys, m
 
 
 @pytest.mark.parametrize(
-    "damage", ["not json", "[]", '{"messages": [], "tokens": [1]}', '{"messages": [{"role": 1}], "tokens": []}']
+    "damage",
+    [
+        lambda talk: "not json",
+        lambda talk: b"\xff",
+        lambda talk: "[]",
+        lambda talk: json.dumps({name: talk[name] for name in ("messages", "tokens")}),
+        lambda talk: json.dumps(talk | {"tokens": 3}),
+        lambda talk: json.dumps(talk | {"tokens": [str(token) for token in talk["tokens"]]}),
+        lambda talk: json.dumps(talk | {"tokens": talk["tokens"][:-1]}),
+        lambda talk: json.dumps(talk | {"messages": {"role": "user", "content": "w5"}}),
+        lambda talk: json.dumps(talk | {"messages": ["w5"]}),
+        lambda talk: json.dumps(talk | {"messages": [{"role": 1, "content": "w5"}]}),
+        lambda talk: json.dumps(talk | {"cache": None}),
+        lambda talk: json.dumps(talk | {"cache": "0" * 64}),
+    ],
+    ids=[
+        "no JSON",
+        "no text",
+        "no object",
+        "a field less",
+        "number of tokens",
+        "tokens as text",
+        "a token less",
+        "one message",
+        "texts",
+        "a role of another type",
+        "no digest",
+        "another cache",
+    ],
 )
 def test_a_conversation_of_another_cache_is_refused_and_nothing_is_lost(damage, compiled, tmp_path):
     talk = Conversation(compiled, tiny_tokenizer())
     talk.turn("w5", max_new_tokens=4)
     talk.save(tmp_path / "talk")
-    (tmp_path / "talk.json").write_text(damage)
+    file = tmp_path / "talk.json"
+    damaged = damage(json.loads(file.read_text()))
+    file.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
     before = talk.cache, talk.messages, talk.tokens
     with pytest.raises(InputError, match=r"talk\.json"):
         talk.load(tmp_path / "talk")
     assert before == (talk.cache, talk.messages, talk.tokens)
+
+
+def test_two_conversations_of_one_length_are_told_apart(compiled, tmp_path):
+    talk = Conversation(compiled, tiny_tokenizer())
+    for name in ("one", "other"):
+        talk.reset()
+        talk.turn(f"w5 {'w6' if name == 'one' else 'w7'}", max_new_tokens=4)
+        talk.save(tmp_path / name)
+    (tmp_path / "other").replace(tmp_path / "one")
+    with pytest.raises(InputError, match=r"one\.json is not the conversation of"):
+        talk.load(tmp_path / "one")
+
+
+def test_a_save_that_fails_leaves_the_earlier_one(compiled, tmp_path, monkeypatch):
+    talk = Conversation(compiled, tiny_tokenizer())
+    talk.turn("w5", max_new_tokens=4)
+    talk.save(tmp_path / "talk")
+    before = talk.messages, talk.tokens
+    talk.turn("w6", max_new_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda *arguments, **options: Failing(1).end())
+        with pytest.raises(OSError, match="no space left"):
+            talk.save(tmp_path / "talk")
+    assert {file.name for file in tmp_path.iterdir()} == {"talk", "talk.json"}
+    talk.load(tmp_path / "talk")
+    assert before == (talk.messages, talk.tokens)
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        talk.save(tmp_path / "missing" / "talk")
 
 
 def test_inspect_counts_layers_passes_and_bytes(tmp_path):
