@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import io
 import json
 import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -25,7 +26,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from ckv_compile.config import CKVConfig
-from ckv_compile.errors import CKVError, ConfigError
+from ckv_compile.errors import CKVError, ConfigError, InputError
 
 if TYPE_CHECKING:
     from ckv_compile.cache import CacheShape
@@ -53,7 +54,7 @@ class _Commands(TyperGroup):
         except (CKVError, OSError) as error:
             if ctx.params["debug"]:
                 raise
-            typer.echo(f"ckv: {' '.join(str(error).split())}", err=True)
+            _complain(error)
             raise typer.Exit(1) from error
 
 
@@ -102,14 +103,14 @@ def _budget(text: str | Budget) -> Budget:
         ) from None
 
 
-def _memory(text: str | int) -> int:
+def _bytes(text: str | int) -> int:
     """Parse 24GB, 24GiB or bytes."""
     found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", str(text))
     try:
         number, unit = found.groups() if found else ("", "")
         return int(float(number) * _UNITS[unit.upper()])
-    except (ValueError, KeyError):
-        raise typer.BadParameter(f"{text!r} is no size of memory: pass for example 24GB, 24GiB or 512MB") from None
+    except (ValueError, KeyError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is no size: pass for example 24GB, 24GiB or 512MB") from None
 
 
 Source = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file, smollm2, or an artifact.")]
@@ -278,7 +279,8 @@ def chat(
     """Talk to a model, on one cache: each turn reads only what is new.
 
     Lines are turns, and these are commands: /reset forgets the conversation, /save FILE and /load FILE keep it and take
-    it up again with its cache, /stats says what the cache holds, /exit or the end of the input ends.
+    it up again with its cache, /stats says what the cache holds, /exit or the end of the input ends. A turn or command
+    that fails says why, and is forgotten.
     """
     sampling = _sampling(temperature, top_p) | {"max_new_tokens": max_new_tokens}
     compiled, tokenizer = _load(model, options, dtype, device, compile)
@@ -291,50 +293,64 @@ def chat(
     _seed(seed)
     _note(f"commands: {_CHAT_COMMANDS}")
     while (line := _line()) is not None:
-        if line.startswith("/"):
-            if not _chat_command(talk, line):
-                return
-        elif line:
-            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            with _bar("prefill") as show:
-                watch = _Watch(show)
-                turn = talk.turn(line, streamer=streamer, progress=watch, **sampling)
-            if turn.restarted:
-                _note("the chat template changed earlier turns, so the whole conversation was read again")
-            _note(_took(turn.prefilled, turn.generated, *watch.seconds(), talk.cache.nbytes()))
+        try:
+            if line.startswith("/"):
+                if not _chat_command(talk, line):
+                    return
+            elif line:
+                streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+                with _bar("prefill") as show:
+                    watch = _Watch(show)
+                    turn = talk.turn(line, streamer=streamer, progress=watch, **sampling)
+                if turn.restarted:
+                    _note("the cache held something else than this conversation, which was read again as a whole")
+                _note(_took(turn.prefilled, turn.generated, *watch.seconds(), talk.cache.nbytes()))
+        except BrokenPipeError:
+            raise
+        except (CKVError, OSError) as error:  # the conversation goes on
+            _complain(error)
 
 
 def _line() -> str | None:
-    """The next line that the user types; None at the end."""
+    """The next line that the user types, empty if it is no text; None at the end."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        if sys.stdin.isatty():  # in some locales Python lets bytes through that are no text
+            line = input("> ").encode(sys.stdin.encoding, "surrogateescape")
+        elif not (line := sys.stdin.buffer.readline()):  # input() would lose what follows a line that is no text
+            return None
+        return _text(line, "this line", sys.stdin.encoding).strip()
     except EOFError:
         return None
+    except (InputError, UnicodeDecodeError) as error:
+        _complain(error)
+        return ""
 
 
 def _chat_command(talk: "Conversation", line: str) -> bool:
-    """Do what a line that starts with a slash says; False ends the chat."""
+    """Do what a line that starts with a slash says; False ends the chat.
+
+    Raises:
+        CKVError: if a conversation cannot be taken up again.
+        OSError: if a file cannot be written or read.
+    """
     name, _, file = line.partition(" ")
     file = file.strip()
-    try:
-        if name == "/exit":
-            return False
-        if name == "/reset":
-            talk.reset()
-            _note("forgotten")
-        elif name == "/stats":
-            cache = talk.cache
-            _note(
-                f"{len(talk.messages)} messages, {cache.get_seq_length():,} tokens in {int(cache.state.fill):,} of "
-                f"{cache.capacity:,} slots, {_size(cache.nbytes())}"
-            )
-        elif name in ("/save", "/load") and file:
-            (talk.save if name == "/save" else talk.load)(file)
-            _note(f"{'saved' if name == '/save' else 'loaded'} {len(talk.messages)} messages")
-        else:
-            _note(f"{line!r} is no command; there are {_CHAT_COMMANDS}")
-    except (CKVError, OSError) as error:  # the conversation goes on
-        _note(f"ckv: {error}")
+    if name == "/exit":
+        return False
+    if name == "/reset":
+        talk.reset()
+        _note("forgotten")
+    elif name == "/stats":
+        cache = talk.cache
+        _note(
+            f"{len(talk.messages)} messages, {cache.get_seq_length():,} tokens in {int(cache.state.fill):,} of "
+            f"{cache.capacity:,} slots, {_size(cache.nbytes())}"
+        )
+    elif name in ("/save", "/load") and file:
+        (talk.save if name == "/save" else talk.load)(file)
+        _note(f"{'saved' if name == '/save' else 'loaded'} {len(talk.messages)} messages")
+    else:
+        _note(f"{line!r} is no command; there are {_CHAT_COMMANDS}")
     return True
 
 
@@ -347,7 +363,9 @@ def export(
         list[int] | None,
         typer.Option(min=1, help="Also compile the decode step of this many rows, for this device. Repeatable."),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    max_shard_size: Annotated[
+        Any, typer.Option(parser=_bytes, metavar="SIZE", help="Largest file of weights.")
+    ] = "5GB",
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
@@ -382,15 +400,16 @@ def inspect_(
         return
     _quiet()
 
-    from ckv_compile.loading import load_weights
+    from ckv_compile.loading import load_config, load_weights
     from ckv_compile.model import transform
     from ckv_compile.plan import context_of, footprint_of, row_bytes, slots_of
 
     budgets: Sequence[Budget] = budget or SHARES
     with _busy("loading"):
+        contexts = _contexts(context_of(load_config(model)))
+        _check_budgets(budgets, min(contexts), {"interval": interval})
         original = load_weights(model, _torch_dtype(dtype or "auto"))
     with _busy("transforming"):
-        contexts = _contexts(context_of(original.config))
         ours = transform(original, budget=slots_of(budgets[0], contexts[-1]), interval=interval, compile="eager")
         footprint = footprint_of(original)
     shape = ours.cache_shape
@@ -432,7 +451,7 @@ def inspect_(
 @app.command()
 def plan(
     model: Source,
-    memory: Annotated[Any, typer.Option(parser=_memory, metavar="SIZE", help="For example 24GB or 80GiB.")],
+    memory: Annotated[Any, typer.Option(parser=_bytes, metavar="SIZE", help="For example 24GB or 80GiB.")],
     budget: Budgets = None,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Repeatable.", show_default="2,048, doubling up to the model's")
@@ -469,8 +488,7 @@ def plan(
         footprint = measure(config, (own or _torch_dtype("float32")) if wanted == "auto" else wanted)
     contexts, batches = context or _contexts(footprint.context), batch or [2**i for i in range(7)]
     budgets = list(dict.fromkeys([*SHARES, *(budget or [])]))
-    for each in budgets:
-        CKVConfig(budget=each, interval=interval, max_context=min(contexts)).resolve(None)
+    _check_budgets(budgets, min(contexts), {"interval": interval})
     plans = [Plan(each, interval, prefill_chunk) for each in (None, *budgets)]
     chunk = prefill_chunk or _CHUNK
     document = {
@@ -590,7 +608,9 @@ def eval_(
     Perplexity is that of the real tokens, KL that to the full cache in nats a token, and "same first" how often both
     rank the same token first. A share is one of --context. One text says little: differences between texts are large.
     """
-    text = None if file is None else file.read_text(encoding="utf-8")
+    text = None if file is None else _text(file.read_bytes(), str(file))
+    budgets: Sequence[Budget] = budget or SHARES
+    _check_budgets([context, *budgets], context, options)
     _quiet()
 
     from ckv_compile.evaluation import evaluate, text_of
@@ -603,7 +623,7 @@ def eval_(
         original, tokenizer = load_model(model, _torch_dtype(dtype or "auto"))
         original = original.to(device or "cpu")
     ids = text_of(tokenizer, context, text).to(original.device)
-    names = {"100%": context} | {_name(each): slots_of(each, context) for each in budget or SHARES}
+    names = {"100%": context} | {_name(each): slots_of(each, context) for each in budgets}
     rows = []
     with _bar("budgets") as show:
         show(0, len(names))
@@ -676,14 +696,38 @@ def _torch_dtype(name: str) -> Any:
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
     """The text of a prompt: a file's, then the argument's or that of stdin."""
-    parts = [] if file is None else [file.read_text(encoding="utf-8")]
+    parts = [] if file is None else [_text(file.read_bytes(), str(file))]
     if prompt == "-" or (prompt is None and file is None):
         if prompt is None and sys.stdin.isatty():
             raise typer.BadParameter("pass a prompt, --file, or text on stdin")
-        parts.append(sys.stdin.read())
+        parts.append(_text(sys.stdin.buffer.read(), "stdin", sys.stdin.encoding))
     elif prompt is not None:
         parts.append(prompt)
     return "\n\n".join(parts)
+
+
+def _text(data: bytes, name: str, encoding: str = "utf-8") -> str:
+    """Decode a text, whatever ends its lines.
+
+    Raises:
+        InputError: if it is in another encoding, or no text.
+    """
+    try:
+        return io.StringIO(data.decode(encoding), newline=None).read()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is no text in {encoding} ({error.reason} at byte {error.start:,}): convert it first, as iconv does"
+        ) from error
+
+
+def _check_budgets(budgets: Iterable[Budget], context: int, options: Mapping[str, Any]) -> None:
+    """Refuse budgets that cannot work with the other options, or not as a share of a context.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    for budget in budgets:
+        CKVConfig.from_options({**options, "budget": budget, "max_context": context}).resolve(None)
 
 
 def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
@@ -827,6 +871,10 @@ def _stdout() -> Console:
 
 def _note(text: str) -> None:
     typer.echo(text, err=True)
+
+
+def _complain(error: Exception) -> None:
+    _note(f"ckv: {' '.join(str(error).split())}")
 
 
 def _took(prompt: int, tokens: int, prefill_s: float, decode_s: float, cache_bytes: int) -> str:

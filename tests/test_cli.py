@@ -1,11 +1,14 @@
 """Every command on a tiny model in a folder: what it prints, its JSON, its exit codes and its errors."""
 
+import io
 import json
 import logging
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from typer.testing import CliRunner
 
 import ckv_compile
 from ckv_compile import benchmark, cli
-from ckv_compile.chat import Conversation
+from ckv_compile.chat import Conversation, generate_on
 from ckv_compile.errors import InputError
 
 TEMPLATE = (
@@ -52,6 +55,16 @@ def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def truncated(tiny, tmp_path_factory):
+    """The folder of that model, whose weights end too early: what reads them fails."""
+    folder = tmp_path_factory.mktemp("truncated")
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
     return str(folder)
 
 
@@ -238,17 +251,37 @@ def test_a_turn_that_the_cache_has_read_already_starts_it_again(compiled):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/load missing", "there is no file"),
-        ("/save", "'/save' is no command; there are /reset, /save FILE"),
-        ("/what", "'/what' is no command"),
+        (b"/load missing", "ckv: there is no file"),
+        (b"/save", "'/save' is no command; there are /reset, /save FILE"),
+        (b"/what", "'/what' is no command"),
+        (b"w7 \xff", "ckv: this line is no text in utf-8 (invalid start byte at byte 3)"),
+        (b"w7 w9", "ckv: refused once"),
     ],
-    ids=["missing file", "no file", "unknown"],
+    ids=["missing file", "no file", "unknown", "no text", "failed turn"],
 )
-def test_a_chat_goes_on_after_a_wrong_command(line, message, compiled, capsys, monkeypatch, tmp_path):
+def test_a_chat_goes_on_after_an_error(line, message, compiled, loaded, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    talk = Conversation(compiled, tiny_tokenizer())
-    assert cli._chat_command(talk, line)
-    assert message in capsys.readouterr().err
+    errors = [InputError("refused\nonce")] * (line == b"w7 w9")
+
+    def failing(*arguments, **options):
+        if errors:
+            raise errors.pop()
+        return generate_on(*arguments, **options)
+
+    monkeypatch.setattr("ckv_compile.chat.generate_on", failing)
+    result = ckv("chat", "tiny", "--max-new-tokens", 6, stdin=line + b"\nw7 w8\n")
+    assert result.exit_code == 0, result.output
+    assert message in result.stderr
+    assert result.stdout.strip() == Conversation(compiled, tiny_tokenizer()).turn("w7 w8", max_new_tokens=6).reply
+
+
+@pytest.mark.parametrize("typed", ["w7 \udcff", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid")])
+def test_a_line_of_a_terminal_that_is_no_text_is_passed_over(typed, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=[typed, "w8 ", EOFError]))
+    assert [cli._line() for _ in range(3)] == ["", "w8", None]
+    assert capsys.readouterr().err.startswith("ckv: ")
 
 
 @pytest.mark.parametrize(
@@ -475,8 +508,30 @@ def test_eval_needs_the_original_of_an_artifact(artifact):
         (["generate", "TINY", "w5", "--budget", "64", "--top-p", "0.5"], 2, "--top-p is for sampling"),
         (["generate", "TINY", "w5", "--budget", "64", "--no-chat", "--system", "w6"], 2, "leave --no-chat out"),
         (["generate", "TINY", "w5", "--budget", "64", "--temperature", "-1"], 2, "--temperature"),
+        (["generate", "TINY", "--file", "latin1.txt", "--budget", "64"], 1, "latin1.txt is no text in utf-8"),
+        (["generate", "TINY", "-", "--budget", "64"], 1, "stdin is no text in utf-8 (invalid"),
+        (["eval", "TINY", "--file", "latin1.txt"], 1, "latin1.txt is no text in utf-8"),
+        (["generate", "TRUNCATED", "w5", "--budget", "64", "--interval", "8"], 1, "could not be loaded (Error while"),
+        (["generate", "TINY", "w5", "--budget", "nan"], 1, "budget=nan must be a finite number"),
+        (["inspect", "TRUNCATED", "--budget", "nan"], 1, "budget=nan must be a finite number"),
+        (
+            ["inspect", "TRUNCATED", "--budget", "128", "--budget", "150%"],
+            1,
+            "budget=1.5: a float budget is a fraction",
+        ),
+        (["inspect", "TRUNCATED", "--budget", "128", "--budget", "0"], 1, "budget=0 slots cannot hold"),
+        (
+            ["inspect", "TRUNCATED", "--budget", "128", "--budget", "25%", "--interval", "100"],
+            1,
+            "interval=100 is larger",
+        ),
+        (["eval", "TRUNCATED", "--budget", "inf"], 1, "budget=inf must be a finite number"),
+        (["eval", "TRUNCATED", "--budget", "128", "--budget", "0.5%"], 1, "budget=20 slots cannot hold"),
+        (["eval", "TRUNCATED", "--context", "20"], 1, "budget=20 slots cannot hold"),
+        (["export", "TRUNCATED", "out", "--budget", "64", "--max-shard-size", "5XB"], 2, "'5XB' is no size"),
         (["plan", "TINY"], 2, "--memory"),
-        (["plan", "TINY", "--memory", "much"], 2, "'much' is no size of memory"),
+        (["plan", "TINY", "--memory", f"{10**400}B"], 2, "is no size"),
+        (["plan", "TINY", "--memory", "much"], 2, "'much' is no size: pass for example 24GB"),
         (["plan", "TINY", "--memory", "1GB", "--budget", "20"], 1, "budget=20 slots cannot hold"),
         (["plan", "TINY", "--memory", "1GB", "--plot", "plan.txt2"], 1, "--plot plan.txt2"),
         (["eval", "TINY", "--context", "99999999"], 1, "the text has only"),
@@ -484,11 +539,13 @@ def test_eval_needs_the_original_of_an_artifact(artifact):
         (["generate"], 2, "MODEL"),
         (["tell"], 2, "No such command"),
     ],
-    ids=lambda value: " ".join(value).replace("TINY ", "") if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value).replace("TINY ", "")[:60] if isinstance(value, list) else "",
 )
-def test_an_error_has_its_exit_code_and_one_paragraph(arguments, code, message, tiny, tmp_path, monkeypatch):
+def test_an_error_has_its_exit_code_and_one_paragraph(arguments, code, message, tiny, truncated, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = ckv(*(tiny if each == "TINY" else each for each in arguments))
+    Path("latin1.txt").write_bytes("w5 é w6".encode("latin-1"))
+    folders = {"TINY": tiny, "TRUNCATED": truncated}
+    result = ckv(*(folders.get(each, each) for each in arguments), stdin=b"w5 \xff w6" if "-" in arguments else None)
     said = " ".join(result.stderr.replace("│", " ").split())
     assert (result.exit_code, result.stdout) == (code, ""), result.output
     assert message in said
@@ -535,8 +592,8 @@ def test_a_missing_matplotlib_is_named(tiny, monkeypatch):
     ("text", "size"),
     [("24GB", 24 * 10**9), ("24GiB", 24 * 2**30), ("1.5 kb", 1500), ("512MiB", 2**29), ("1000", 1000), ("7B", 7)],
 )
-def test_sizes_of_memory(text, size):
-    assert cli._memory(text) == size
+def test_sizes(text, size):
+    assert cli._bytes(text) == size
 
 
 @pytest.mark.real_model
