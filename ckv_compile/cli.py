@@ -4,27 +4,23 @@ What needs torch is imported inside the commands, so that help and mistakes in o
 stdout, and everything else to stderr.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import inspect
 import io
-import json
 import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
 from typer.core import TyperGroup
 
+from ckv_compile import render
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import CKVError, ConfigError, InputError
 
@@ -238,7 +234,7 @@ def generate(
     used_seed = _seed(seed)
     cache = compiled.new_cache()
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    with _bar("prefill") as show:
+    with render.bar("prefill") as show:
         watch = _Watch(show)
         output = generate_on(
             cache, compiled, encoded, max_new_tokens=max_new_tokens, streamer=streamer, progress=watch, **sampling
@@ -257,9 +253,9 @@ def generate(
         "threads": torch.get_num_threads(),
     }
     if as_json:
-        _print_json({"text": tokenizer.decode(output[0, length:], skip_special_tokens=True), **numbers})
+        render.print_json({"text": tokenizer.decode(output[0, length:], skip_special_tokens=True), **numbers})
         return
-    _note(_took(length, tokens, prefill_s, decode_s, cache.nbytes()))
+    _note(render.took(length, tokens, prefill_s, decode_s, cache.nbytes()))
 
 
 @app.command()
@@ -299,12 +295,12 @@ def chat(
                     return
             elif line:
                 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-                with _bar("prefill") as show:
+                with render.bar("prefill") as show:
                     watch = _Watch(show)
                     turn = talk.turn(line, streamer=streamer, progress=watch, **sampling)
                 if turn.restarted:
                     _note("the cache held something else than this conversation, which was read again as a whole")
-                _note(_took(turn.prefilled, turn.generated, *watch.seconds(), talk.cache.nbytes()))
+                _note(render.took(turn.prefilled, turn.generated, *watch.seconds(), talk.cache.nbytes()))
         except BrokenPipeError:
             raise
         except (CKVError, OSError) as error:  # the conversation goes on
@@ -344,7 +340,7 @@ def _chat_command(talk: "Conversation", line: str) -> bool:
         cache = talk.cache
         _note(
             f"{len(talk.messages)} messages, {cache.get_seq_length():,} tokens in {int(cache.state.fill):,} of "
-            f"{cache.capacity:,} slots, {_size(cache.nbytes())}"
+            f"{cache.capacity:,} slots, {render.size(cache.nbytes())}"
         )
     elif name in ("/save", "/load") and file:
         (talk.save if name == "/save" else talk.load)(file)
@@ -376,7 +372,7 @@ def export(
     The options of the cache are fixed in it. Example: `ckv export smollm2 out --budget 1024 --aot 1`
     """
     compiled, tokenizer = _load(model, options, dtype, device, "eager", warm=False)
-    with _busy("writing the artifact" if not aot else "compiling and writing the artifact"):
+    with render.busy("writing the artifact" if not aot else "compiling and writing the artifact"):
         compiled.save_pretrained(out, tokenizer=tokenizer, aot=tuple(aot or ()), max_shard_size=max_shard_size)
     _show_artifact(str(out), as_json)
 
@@ -405,11 +401,11 @@ def inspect_(
     from ckv_compile.plan import context_of, footprint_of, row_bytes, slots_of
 
     budgets: Sequence[Budget] = budget or SHARES
-    with _busy("loading"):
+    with render.busy("loading"):
         contexts = _contexts(context_of(load_config(model)))
         _check_budgets(budgets, min(contexts), {"interval": interval})
         original = load_weights(model, _torch_dtype(dtype or "auto"))
-    with _busy("transforming"):
+    with render.busy("transforming"):
         ours = transform(original, budget=slots_of(budgets[0], contexts[-1]), interval=interval, compile="eager")
         footprint = footprint_of(original)
     shape = ours.cache_shape
@@ -426,26 +422,17 @@ def inspect_(
             {
                 "context": context,
                 "full": footprint.full_bytes(context),
-                "budgets": {_name(each): row_bytes(shape, slots_of(each, context) + interval) for each in budgets},
+                "budgets": {
+                    render.label(each): row_bytes(shape, slots_of(each, context) + interval) for each in budgets
+                },
             }
             for context in contexts
         ],
     }
     if as_json:
-        _print_json(document)
-        return
-    out = _stdout()
-    out.print(
-        f"{document['class']}, {document['dtype']}, weights {_size(footprint.weights)}, "
-        f"{document['query_heads']} query heads, context {footprint.context or 'without an end'}"
-    )
-    out.print(_layers_table(document["groups"]))
-    out.print(_passes_table(document["passes"]))
-    rows = [
-        [f"{row['context']:,}", _size(row["full"]), *map(_size, row["budgets"].values())]
-        for row in document["row_bytes"]
-    ]
-    out.print(_table(["context", "full cache", *map(_name, budgets)], rows, title="cache of one row"))
+        render.print_json(document)
+    else:
+        render.model(document)
 
 
 @app.command()
@@ -481,7 +468,7 @@ def plan(
     from ckv_compile.loading import load_config
     from ckv_compile.plan import Plan, measure
 
-    with _busy("reading the config"):
+    with render.busy("reading the config"):
         config = load_config(model)
         own = getattr(config.get_text_config(decoder=True), "dtype", None)
         wanted = _torch_dtype(dtype or "auto")
@@ -504,8 +491,10 @@ def plan(
                 "context": n,
                 "prefill_bytes": footprint.prefill_bytes(n, None),
                 "chunked_prefill_bytes": footprint.prefill_bytes(n, chunk),
-                "row_bytes": {_name(each.budget): each.row_bytes(footprint, n) for each in plans},
-                "largest_batch": {_name(each.budget): each.largest_batch(footprint, memory, n) for each in plans},
+                "row_bytes": {render.label(each.budget): each.row_bytes(footprint, n) for each in plans},
+                "largest_batch": {
+                    render.label(each.budget): each.largest_batch(footprint, memory, n) for each in plans
+                },
             }
             for n in contexts
         ],
@@ -513,49 +502,18 @@ def plan(
             {
                 "batch": rows,
                 "longest_context": {
-                    _name(each.budget): each.longest_context(footprint, memory, rows) for each in plans
+                    render.label(each.budget): each.longest_context(footprint, memory, rows) for each in plans
                 },
             }
             for rows in batches
         ],
     }
     if plot is not None:
-        _plot(document, plot)
+        render.plot(document, plot)
     if as_json:
-        _print_json(document)
-        return
-    out = _stdout()
-    out.print(
-        f"{model} in {document['dtype']}: weights {_size(footprint.weights)} of {_size(memory)}, context "
-        f"{footprint.context or 'without an end'}, prefill "
-        f"{'at once' if prefill_chunk is None else f'in chunks of {chunk:,}'}"
-    )
-    names = [_name(each.budget) for each in plans]
-    out.print(
-        _table(
-            ["context", *names, "prefill at once", f"in chunks of {chunk:,}"],
-            [
-                [
-                    f"{row['context']:,}",
-                    *row["largest_batch"].values(),
-                    f"~ {_size(row['prefill_bytes'])}",
-                    f"~ {_size(row['chunked_prefill_bytes'])}",
-                ]
-                for row in document["contexts"]
-            ],
-            title="largest batch",
-        )
-    )
-    out.print(
-        _table(
-            ["rows", *names],
-            [
-                [row["batch"], *("any" if n is None else f"{n:,}" for n in row["longest_context"].values())]
-                for row in document["batches"]
-            ],
-            title="longest context",
-        )
-    )
+        render.print_json(document)
+    else:
+        render.plan(document, chunk)
 
 
 @app.command()
@@ -585,7 +543,7 @@ def bench(
 
     result = run(model, context, budget, tokens, rounds, threads, [dtype] if dtype else ["float32", "bfloat16"], only)
     if as_json:
-        _print_json(result)
+        render.print_json(result)
     else:
         print(report(result))
 
@@ -619,32 +577,22 @@ def eval_(
 
     if device is not None:
         check_device(device)
-    with _busy("loading"):
+    with render.busy("loading"):
         original, tokenizer = load_model(model, _torch_dtype(dtype or "auto"))
         original = original.to(device or "cpu")
     ids = text_of(tokenizer, context, text).to(original.device)
-    names = {"100%": context} | {_name(each): slots_of(each, context) for each in budgets}
+    names = {"100%": context} | {render.label(each): slots_of(each, context) for each in budgets}
     rows = []
-    with _bar("budgets") as show:
+    with render.bar("budgets") as show:
         show(0, len(names))
         found = evaluate(original, ids, list(names.values()), tokens, **options)
         for (name, slots), quality in zip(names.items(), found, strict=True):
             rows.append({"kept": name, "slots": slots, **quality._asdict()})
             show(len(rows), len(names))
     if as_json:
-        _print_json({"model": model, "context": context, "tokens": tokens, "rows": rows})
-        return
-    cells = [
-        [
-            row["kept"],
-            f"{row['slots']:,}",
-            f"{row['perplexity']:.2f}",
-            f"{max(0.0, row['kl']):.4f}",
-            f"{row['agreement']:.1%}",
-        ]
-        for row in rows
-    ]
-    _stdout().print(_table(["kept", "slots", "perplexity", "KL", "same first"], cells))
+        render.print_json({"model": model, "context": context, "tokens": tokens, "rows": rows})
+    else:
+        render.qualities(rows)
 
 
 class _Watch:
@@ -671,11 +619,11 @@ def _load(
 
     from ckv_compile.loading import load_compiled
 
-    with _busy("loading"):
+    with render.busy("loading"):
         wanted = None if dtype is None else _torch_dtype(dtype)
         model, tokenizer = load_compiled(source, options, dtype=wanted, device=device, compile=compile)
     if warm:
-        with _busy("compiling the decode step"):
+        with render.busy("compiling the decode step"):
             model.warm_up()
     return model, tokenizer
 
@@ -766,26 +714,9 @@ def _show_artifact(path: str, as_json: bool) -> None:
     slots = config["budget"] + config["interval"]
     document |= {"groups": _groups(shape), "row_bytes": row_bytes(shape, slots)}
     if as_json:
-        _print_json({"artifact": path, **document})
-        return
-    out = _stdout()
-    out.print(
-        f"{document['format']} in {path}, {_size(document['bytes'])}: made with torch {document['torch']} for "
-        f"{document['device']}, {document['cache']['dtype']}"
-    )
-    out.print(
-        f"budget {config['budget']:,}, interval {config['interval']}: cache of one row {_size(document['row_bytes'])}"
-    )
-    compiled = ", ".join(map(str, document["aot"])) or "none"
-    out.print(f"decode steps for rows: {', '.join(map(str, document['decode']))}; compiled ahead of time: {compiled}")
-    if document["obstacle"]:
-        out.print(f"cannot be loaded here: {document['obstacle']}")
-    elif document["aot"] and document["aot_obstacle"]:
-        out.print(f"its compiled steps cannot be used here: {document['aot_obstacle']}")
-    out.print(_layers_table(document["groups"]))
-    out.print(_passes_table(document["passes"]))
-    files = [[name, _size(file["bytes"]), file["sha256"][:12]] for name, file in document["files"].items()]
-    out.print(_table(["file", "size", "SHA-256"], files))
+        render.print_json({"artifact": path, **document})
+    else:
+        render.artifact(path, document)
 
 
 def _groups(shape: "CacheShape") -> list[dict[str, Any]]:
@@ -803,106 +734,9 @@ def _groups(shape: "CacheShape") -> list[dict[str, Any]]:
     return [group for group in groups if group["layers"]]
 
 
-def _layers_table(groups: Iterable[dict[str, Any]]) -> Table:
-    names = ("kind", "layers", "kv_heads", "head_dim", "window")
-    return _table(
-        ["kind", "layers", "KV heads", "head size", "window"],
-        [[each.get(name, "-") for name in names] for each in groups],
-    )
-
-
-def _passes_table(passes: Iterable[dict[str, Any]]) -> Table:
-    return _table(
-        ["pass", "sites", "s"], [[each["name"], each["matches"], f"{each['seconds']:.2f}"] for each in passes]
-    )
-
-
-def _plot(document: dict[str, Any], path: Path) -> None:
-    """Draw the largest batch against the context, a line for every cache."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    contexts = [row["context"] for row in document["contexts"]]
-    for name in document["contexts"][0]["largest_batch"]:
-        batches = [row["largest_batch"][name] or float("nan") for row in document["contexts"]]
-        axes.plot(contexts, batches, marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set(xlabel="context, tokens", ylabel="largest batch, rows")
-    axes.set_title(f"{document['model']}, {document['dtype']}, {_size(document['memory_bytes'])}")
-    axes.grid(alpha=0.3)
-    axes.legend(title="cache")
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
-
-
-@contextlib.contextmanager
-def _busy(what: str) -> Iterator[None]:
-    """Say what takes time, on a terminal."""
-    with Console(stderr=True).status(what):
-        yield
-
-
-@contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, as a function of what is done and how much there is; it goes once all is."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-
-        def show(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-            if done == total:
-                progress.stop()  # or it would write between the tokens that follow
-
-        yield show
-
-
-def _stdout() -> Console:
-    """Where tables go; one in a file is not cut to the width of a terminal."""
-    return Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
-
-
 def _note(text: str) -> None:
     typer.echo(text, err=True)
 
 
 def _complain(error: Exception) -> None:
     _note(f"ckv: {' '.join(str(error).split())}")
-
-
-def _took(prompt: int, tokens: int, prefill_s: float, decode_s: float, cache_bytes: int) -> str:
-    return (
-        f"{prompt:,} tokens read in {prefill_s:.1f} s, {tokens:,} generated in {decode_s:.1f} s "
-        f"({tokens / decode_s:.1f} tokens/s), cache {_size(cache_bytes)}"
-    )
-
-
-def _size(size: int) -> str:
-    unit, name, digits = (1e3, "KB", 1) if size < 1e6 else (1e6, "MB", 1) if size < 1e9 else (1e9, "GB", 2)
-    return f"{size / unit:,.{digits}f} {name}"
-
-
-def _name(budget: Budget | None) -> str:
-    if budget is None:
-        return "full cache"
-    return f"{budget:,} slots" if isinstance(budget, int) else f"{100 * budget:g}%"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for head in heads:
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(*map(str, row))
-    return table
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False))

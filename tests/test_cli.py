@@ -275,7 +275,9 @@ def test_a_chat_goes_on_after_an_error(line, message, compiled, loaded, monkeypa
     assert result.stdout.strip() == Conversation(compiled, tiny_tokenizer()).turn("w7 w8", max_new_tokens=6).reply
 
 
-@pytest.mark.parametrize("typed", ["w7 \udcff", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid")])
+@pytest.mark.parametrize(
+    "typed", ["w7 \udcff", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid")], ids=["let through", "refused"]
+)
 def test_a_line_of_a_terminal_that_is_no_text_is_passed_over(typed, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
