@@ -4,28 +4,25 @@ What needs torch is imported inside the commands, so that help and mistakes in o
 stdout, and everything else to stderr.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import inspect
-import json
+import io
 import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
 from typer.core import TyperGroup
 
+from ckv_compile import render
 from ckv_compile.config import CKVConfig
-from ckv_compile.errors import CKVError, ConfigError
+from ckv_compile.errors import CKVError, ConfigError, InputError
 
 if TYPE_CHECKING:
     from ckv_compile.cache import CacheShape
@@ -53,7 +50,7 @@ class _Commands(TyperGroup):
         except (CKVError, OSError) as error:
             if ctx.params["debug"]:
                 raise
-            typer.echo(f"ckv: {' '.join(str(error).split())}", err=True)
+            _complain(error)
             raise typer.Exit(1) from error
 
 
@@ -102,14 +99,14 @@ def _budget(text: str | Budget) -> Budget:
         ) from None
 
 
-def _memory(text: str | int) -> int:
+def _bytes(text: str | int) -> int:
     """Parse 24GB, 24GiB or bytes."""
     found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", str(text))
     try:
         number, unit = found.groups() if found else ("", "")
         return int(float(number) * _UNITS[unit.upper()])
-    except (ValueError, KeyError):
-        raise typer.BadParameter(f"{text!r} is no size of memory: pass for example 24GB, 24GiB or 512MB") from None
+    except (ValueError, KeyError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is no size: pass for example 24GB, 24GiB or 512MB") from None
 
 
 Source = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file, smollm2, or an artifact.")]
@@ -237,7 +234,7 @@ def generate(
     used_seed = _seed(seed)
     cache = compiled.new_cache()
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    with _bar("prefill") as show:
+    with render.bar("prefill") as show:
         watch = _Watch(show)
         output = generate_on(
             cache, compiled, encoded, max_new_tokens=max_new_tokens, streamer=streamer, progress=watch, **sampling
@@ -256,9 +253,9 @@ def generate(
         "threads": torch.get_num_threads(),
     }
     if as_json:
-        _print_json({"text": tokenizer.decode(output[0, length:], skip_special_tokens=True), **numbers})
+        render.print_json({"text": tokenizer.decode(output[0, length:], skip_special_tokens=True), **numbers})
         return
-    _note(_took(length, tokens, prefill_s, decode_s, cache.nbytes()))
+    _note(render.took(length, tokens, prefill_s, decode_s, cache.nbytes()))
 
 
 @app.command()
@@ -278,7 +275,8 @@ def chat(
     """Talk to a model, on one cache: each turn reads only what is new.
 
     Lines are turns, and these are commands: /reset forgets the conversation, /save FILE and /load FILE keep it and take
-    it up again with its cache, /stats says what the cache holds, /exit or the end of the input ends.
+    it up again with its cache, /stats says what the cache holds, /exit or the end of the input ends. A turn or command
+    that fails says why, and is forgotten.
     """
     sampling = _sampling(temperature, top_p) | {"max_new_tokens": max_new_tokens}
     compiled, tokenizer = _load(model, options, dtype, device, compile)
@@ -291,50 +289,64 @@ def chat(
     _seed(seed)
     _note(f"commands: {_CHAT_COMMANDS}")
     while (line := _line()) is not None:
-        if line.startswith("/"):
-            if not _chat_command(talk, line):
-                return
-        elif line:
-            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            with _bar("prefill") as show:
-                watch = _Watch(show)
-                turn = talk.turn(line, streamer=streamer, progress=watch, **sampling)
-            if turn.restarted:
-                _note("the chat template changed earlier turns, so the whole conversation was read again")
-            _note(_took(turn.prefilled, turn.generated, *watch.seconds(), talk.cache.nbytes()))
+        try:
+            if line.startswith("/"):
+                if not _chat_command(talk, line):
+                    return
+            elif line:
+                streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+                with render.bar("prefill") as show:
+                    watch = _Watch(show)
+                    turn = talk.turn(line, streamer=streamer, progress=watch, **sampling)
+                if turn.restarted:
+                    _note("the cache held something else than this conversation, which was read again as a whole")
+                _note(render.took(turn.prefilled, turn.generated, *watch.seconds(), talk.cache.nbytes()))
+        except BrokenPipeError:
+            raise
+        except (CKVError, OSError) as error:  # the conversation goes on
+            _complain(error)
 
 
 def _line() -> str | None:
-    """The next line that the user types; None at the end."""
+    """The next line that the user types, empty if it is no text; None at the end."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        if sys.stdin.isatty():  # in some locales Python lets bytes through that are no text
+            line = input("> ").encode(sys.stdin.encoding, "surrogateescape")
+        elif not (line := sys.stdin.buffer.readline()):  # input() would lose what follows a line that is no text
+            return None
+        return _text(line, "this line", sys.stdin.encoding).strip()
     except EOFError:
         return None
+    except (InputError, UnicodeDecodeError) as error:
+        _complain(error)
+        return ""
 
 
 def _chat_command(talk: "Conversation", line: str) -> bool:
-    """Do what a line that starts with a slash says; False ends the chat."""
+    """Do what a line that starts with a slash says; False ends the chat.
+
+    Raises:
+        CKVError: if a conversation cannot be taken up again.
+        OSError: if a file cannot be written or read.
+    """
     name, _, file = line.partition(" ")
     file = file.strip()
-    try:
-        if name == "/exit":
-            return False
-        if name == "/reset":
-            talk.reset()
-            _note("forgotten")
-        elif name == "/stats":
-            cache = talk.cache
-            _note(
-                f"{len(talk.messages)} messages, {cache.get_seq_length():,} tokens in {int(cache.state.fill):,} of "
-                f"{cache.capacity:,} slots, {_size(cache.nbytes())}"
-            )
-        elif name in ("/save", "/load") and file:
-            (talk.save if name == "/save" else talk.load)(file)
-            _note(f"{'saved' if name == '/save' else 'loaded'} {len(talk.messages)} messages")
-        else:
-            _note(f"{line!r} is no command; there are {_CHAT_COMMANDS}")
-    except (CKVError, OSError) as error:  # the conversation goes on
-        _note(f"ckv: {error}")
+    if name == "/exit":
+        return False
+    if name == "/reset":
+        talk.reset()
+        _note("forgotten")
+    elif name == "/stats":
+        cache = talk.cache
+        _note(
+            f"{len(talk.messages)} messages, {cache.get_seq_length():,} tokens in {int(cache.state.fill):,} of "
+            f"{cache.capacity:,} slots, {render.size(cache.nbytes())}"
+        )
+    elif name in ("/save", "/load") and file:
+        (talk.save if name == "/save" else talk.load)(file)
+        _note(f"{'saved' if name == '/save' else 'loaded'} {len(talk.messages)} messages")
+    else:
+        _note(f"{line!r} is no command; there are {_CHAT_COMMANDS}")
     return True
 
 
@@ -347,7 +359,9 @@ def export(
         list[int] | None,
         typer.Option(min=1, help="Also compile the decode step of this many rows, for this device. Repeatable."),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    max_shard_size: Annotated[
+        Any, typer.Option(parser=_bytes, metavar="SIZE", help="Largest file of weights.")
+    ] = "5GB",
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
@@ -358,7 +372,7 @@ def export(
     The options of the cache are fixed in it. Example: `ckv export smollm2 out --budget 1024 --aot 1`
     """
     compiled, tokenizer = _load(model, options, dtype, device, "eager", warm=False)
-    with _busy("writing the artifact" if not aot else "compiling and writing the artifact"):
+    with render.busy("writing the artifact" if not aot else "compiling and writing the artifact"):
         compiled.save_pretrained(out, tokenizer=tokenizer, aot=tuple(aot or ()), max_shard_size=max_shard_size)
     _show_artifact(str(out), as_json)
 
@@ -382,15 +396,16 @@ def inspect_(
         return
     _quiet()
 
-    from ckv_compile.loading import load_weights
+    from ckv_compile.loading import load_config, load_weights
     from ckv_compile.model import transform
     from ckv_compile.plan import context_of, footprint_of, row_bytes, slots_of
 
     budgets: Sequence[Budget] = budget or SHARES
-    with _busy("loading"):
+    with render.busy("loading"):
+        contexts = _contexts(context_of(load_config(model)))
+        _check_budgets(budgets, min(contexts), {"interval": interval})
         original = load_weights(model, _torch_dtype(dtype or "auto"))
-    with _busy("transforming"):
-        contexts = _contexts(context_of(original.config))
+    with render.busy("transforming"):
         ours = transform(original, budget=slots_of(budgets[0], contexts[-1]), interval=interval, compile="eager")
         footprint = footprint_of(original)
     shape = ours.cache_shape
@@ -407,32 +422,23 @@ def inspect_(
             {
                 "context": context,
                 "full": footprint.full_bytes(context),
-                "budgets": {_name(each): row_bytes(shape, slots_of(each, context) + interval) for each in budgets},
+                "budgets": {
+                    render.label(each): row_bytes(shape, slots_of(each, context) + interval) for each in budgets
+                },
             }
             for context in contexts
         ],
     }
     if as_json:
-        _print_json(document)
-        return
-    out = _stdout()
-    out.print(
-        f"{document['class']}, {document['dtype']}, weights {_size(footprint.weights)}, "
-        f"{document['query_heads']} query heads, context {footprint.context or 'without an end'}"
-    )
-    out.print(_layers_table(document["groups"]))
-    out.print(_passes_table(document["passes"]))
-    rows = [
-        [f"{row['context']:,}", _size(row["full"]), *map(_size, row["budgets"].values())]
-        for row in document["row_bytes"]
-    ]
-    out.print(_table(["context", "full cache", *map(_name, budgets)], rows, title="cache of one row"))
+        render.print_json(document)
+    else:
+        render.model(document)
 
 
 @app.command()
 def plan(
     model: Source,
-    memory: Annotated[Any, typer.Option(parser=_memory, metavar="SIZE", help="For example 24GB or 80GiB.")],
+    memory: Annotated[Any, typer.Option(parser=_bytes, metavar="SIZE", help="For example 24GB or 80GiB.")],
     budget: Budgets = None,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Repeatable.", show_default="2,048, doubling up to the model's")
@@ -462,15 +468,14 @@ def plan(
     from ckv_compile.loading import load_config
     from ckv_compile.plan import Plan, measure
 
-    with _busy("reading the config"):
+    with render.busy("reading the config"):
         config = load_config(model)
         own = getattr(config.get_text_config(decoder=True), "dtype", None)
         wanted = _torch_dtype(dtype or "auto")
         footprint = measure(config, (own or _torch_dtype("float32")) if wanted == "auto" else wanted)
     contexts, batches = context or _contexts(footprint.context), batch or [2**i for i in range(7)]
     budgets = list(dict.fromkeys([*SHARES, *(budget or [])]))
-    for each in budgets:
-        CKVConfig(budget=each, interval=interval, max_context=min(contexts)).resolve(None)
+    _check_budgets(budgets, min(contexts), {"interval": interval})
     plans = [Plan(each, interval, prefill_chunk) for each in (None, *budgets)]
     chunk = prefill_chunk or _CHUNK
     document = {
@@ -486,8 +491,10 @@ def plan(
                 "context": n,
                 "prefill_bytes": footprint.prefill_bytes(n, None),
                 "chunked_prefill_bytes": footprint.prefill_bytes(n, chunk),
-                "row_bytes": {_name(each.budget): each.row_bytes(footprint, n) for each in plans},
-                "largest_batch": {_name(each.budget): each.largest_batch(footprint, memory, n) for each in plans},
+                "row_bytes": {render.label(each.budget): each.row_bytes(footprint, n) for each in plans},
+                "largest_batch": {
+                    render.label(each.budget): each.largest_batch(footprint, memory, n) for each in plans
+                },
             }
             for n in contexts
         ],
@@ -495,49 +502,18 @@ def plan(
             {
                 "batch": rows,
                 "longest_context": {
-                    _name(each.budget): each.longest_context(footprint, memory, rows) for each in plans
+                    render.label(each.budget): each.longest_context(footprint, memory, rows) for each in plans
                 },
             }
             for rows in batches
         ],
     }
     if plot is not None:
-        _plot(document, plot)
+        render.plot(document, plot)
     if as_json:
-        _print_json(document)
-        return
-    out = _stdout()
-    out.print(
-        f"{model} in {document['dtype']}: weights {_size(footprint.weights)} of {_size(memory)}, context "
-        f"{footprint.context or 'without an end'}, prefill "
-        f"{'at once' if prefill_chunk is None else f'in chunks of {chunk:,}'}"
-    )
-    names = [_name(each.budget) for each in plans]
-    out.print(
-        _table(
-            ["context", *names, "prefill at once", f"in chunks of {chunk:,}"],
-            [
-                [
-                    f"{row['context']:,}",
-                    *row["largest_batch"].values(),
-                    f"~ {_size(row['prefill_bytes'])}",
-                    f"~ {_size(row['chunked_prefill_bytes'])}",
-                ]
-                for row in document["contexts"]
-            ],
-            title="largest batch",
-        )
-    )
-    out.print(
-        _table(
-            ["rows", *names],
-            [
-                [row["batch"], *("any" if n is None else f"{n:,}" for n in row["longest_context"].values())]
-                for row in document["batches"]
-            ],
-            title="longest context",
-        )
-    )
+        render.print_json(document)
+    else:
+        render.plan(document, chunk)
 
 
 @app.command()
@@ -567,7 +543,7 @@ def bench(
 
     result = run(model, context, budget, tokens, rounds, threads, [dtype] if dtype else ["float32", "bfloat16"], only)
     if as_json:
-        _print_json(result)
+        render.print_json(result)
     else:
         print(report(result))
 
@@ -590,7 +566,9 @@ def eval_(
     Perplexity is that of the real tokens, KL that to the full cache in nats a token, and "same first" how often both
     rank the same token first. A share is one of --context. One text says little: differences between texts are large.
     """
-    text = None if file is None else file.read_text(encoding="utf-8")
+    text = None if file is None else _text(file.read_bytes(), str(file))
+    budgets: Sequence[Budget] = budget or SHARES
+    _check_budgets([context, *budgets], context, options)
     _quiet()
 
     from ckv_compile.evaluation import evaluate, text_of
@@ -599,32 +577,22 @@ def eval_(
 
     if device is not None:
         check_device(device)
-    with _busy("loading"):
+    with render.busy("loading"):
         original, tokenizer = load_model(model, _torch_dtype(dtype or "auto"))
         original = original.to(device or "cpu")
     ids = text_of(tokenizer, context, text).to(original.device)
-    names = {"100%": context} | {_name(each): slots_of(each, context) for each in budget or SHARES}
+    names = {"100%": context} | {render.label(each): slots_of(each, context) for each in budgets}
     rows = []
-    with _bar("budgets") as show:
+    with render.bar("budgets") as show:
         show(0, len(names))
         found = evaluate(original, ids, list(names.values()), tokens, **options)
         for (name, slots), quality in zip(names.items(), found, strict=True):
             rows.append({"kept": name, "slots": slots, **quality._asdict()})
             show(len(rows), len(names))
     if as_json:
-        _print_json({"model": model, "context": context, "tokens": tokens, "rows": rows})
-        return
-    cells = [
-        [
-            row["kept"],
-            f"{row['slots']:,}",
-            f"{row['perplexity']:.2f}",
-            f"{max(0.0, row['kl']):.4f}",
-            f"{row['agreement']:.1%}",
-        ]
-        for row in rows
-    ]
-    _stdout().print(_table(["kept", "slots", "perplexity", "KL", "same first"], cells))
+        render.print_json({"model": model, "context": context, "tokens": tokens, "rows": rows})
+    else:
+        render.qualities(rows)
 
 
 class _Watch:
@@ -651,11 +619,11 @@ def _load(
 
     from ckv_compile.loading import load_compiled
 
-    with _busy("loading"):
+    with render.busy("loading"):
         wanted = None if dtype is None else _torch_dtype(dtype)
         model, tokenizer = load_compiled(source, options, dtype=wanted, device=device, compile=compile)
     if warm:
-        with _busy("compiling the decode step"):
+        with render.busy("compiling the decode step"):
             model.warm_up()
     return model, tokenizer
 
@@ -676,14 +644,38 @@ def _torch_dtype(name: str) -> Any:
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
     """The text of a prompt: a file's, then the argument's or that of stdin."""
-    parts = [] if file is None else [file.read_text(encoding="utf-8")]
+    parts = [] if file is None else [_text(file.read_bytes(), str(file))]
     if prompt == "-" or (prompt is None and file is None):
         if prompt is None and sys.stdin.isatty():
             raise typer.BadParameter("pass a prompt, --file, or text on stdin")
-        parts.append(sys.stdin.read())
+        parts.append(_text(sys.stdin.buffer.read(), "stdin", sys.stdin.encoding))
     elif prompt is not None:
         parts.append(prompt)
     return "\n\n".join(parts)
+
+
+def _text(data: bytes, name: str, encoding: str = "utf-8") -> str:
+    """Decode a text, whatever ends its lines.
+
+    Raises:
+        InputError: if it is in another encoding, or no text.
+    """
+    try:
+        return io.StringIO(data.decode(encoding), newline=None).read()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is no text in {encoding} ({error.reason} at byte {error.start:,}): convert it first, as iconv does"
+        ) from error
+
+
+def _check_budgets(budgets: Iterable[Budget], context: int, options: Mapping[str, Any]) -> None:
+    """Refuse budgets that cannot work with the other options, or not as a share of a context.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    for budget in budgets:
+        CKVConfig.from_options({**options, "budget": budget, "max_context": context}).resolve(None)
 
 
 def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
@@ -722,26 +714,9 @@ def _show_artifact(path: str, as_json: bool) -> None:
     slots = config["budget"] + config["interval"]
     document |= {"groups": _groups(shape), "row_bytes": row_bytes(shape, slots)}
     if as_json:
-        _print_json({"artifact": path, **document})
-        return
-    out = _stdout()
-    out.print(
-        f"{document['format']} in {path}, {_size(document['bytes'])}: made with torch {document['torch']} for "
-        f"{document['device']}, {document['cache']['dtype']}"
-    )
-    out.print(
-        f"budget {config['budget']:,}, interval {config['interval']}: cache of one row {_size(document['row_bytes'])}"
-    )
-    compiled = ", ".join(map(str, document["aot"])) or "none"
-    out.print(f"decode steps for rows: {', '.join(map(str, document['decode']))}; compiled ahead of time: {compiled}")
-    if document["obstacle"]:
-        out.print(f"cannot be loaded here: {document['obstacle']}")
-    elif document["aot"] and document["aot_obstacle"]:
-        out.print(f"its compiled steps cannot be used here: {document['aot_obstacle']}")
-    out.print(_layers_table(document["groups"]))
-    out.print(_passes_table(document["passes"]))
-    files = [[name, _size(file["bytes"]), file["sha256"][:12]] for name, file in document["files"].items()]
-    out.print(_table(["file", "size", "SHA-256"], files))
+        render.print_json({"artifact": path, **document})
+    else:
+        render.artifact(path, document)
 
 
 def _groups(shape: "CacheShape") -> list[dict[str, Any]]:
@@ -759,102 +734,9 @@ def _groups(shape: "CacheShape") -> list[dict[str, Any]]:
     return [group for group in groups if group["layers"]]
 
 
-def _layers_table(groups: Iterable[dict[str, Any]]) -> Table:
-    names = ("kind", "layers", "kv_heads", "head_dim", "window")
-    return _table(
-        ["kind", "layers", "KV heads", "head size", "window"],
-        [[each.get(name, "-") for name in names] for each in groups],
-    )
-
-
-def _passes_table(passes: Iterable[dict[str, Any]]) -> Table:
-    return _table(
-        ["pass", "sites", "s"], [[each["name"], each["matches"], f"{each['seconds']:.2f}"] for each in passes]
-    )
-
-
-def _plot(document: dict[str, Any], path: Path) -> None:
-    """Draw the largest batch against the context, a line for every cache."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    contexts = [row["context"] for row in document["contexts"]]
-    for name in document["contexts"][0]["largest_batch"]:
-        batches = [row["largest_batch"][name] or float("nan") for row in document["contexts"]]
-        axes.plot(contexts, batches, marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set(xlabel="context, tokens", ylabel="largest batch, rows")
-    axes.set_title(f"{document['model']}, {document['dtype']}, {_size(document['memory_bytes'])}")
-    axes.grid(alpha=0.3)
-    axes.legend(title="cache")
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
-
-
-@contextlib.contextmanager
-def _busy(what: str) -> Iterator[None]:
-    """Say what takes time, on a terminal."""
-    with Console(stderr=True).status(what):
-        yield
-
-
-@contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, as a function of what is done and how much there is; it goes once all is."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-
-        def show(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-            if done == total:
-                progress.stop()  # or it would write between the tokens that follow
-
-        yield show
-
-
-def _stdout() -> Console:
-    """Where tables go; one in a file is not cut to the width of a terminal."""
-    return Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
-
-
 def _note(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _took(prompt: int, tokens: int, prefill_s: float, decode_s: float, cache_bytes: int) -> str:
-    return (
-        f"{prompt:,} tokens read in {prefill_s:.1f} s, {tokens:,} generated in {decode_s:.1f} s "
-        f"({tokens / decode_s:.1f} tokens/s), cache {_size(cache_bytes)}"
-    )
-
-
-def _size(size: int) -> str:
-    unit, name, digits = (1e3, "KB", 1) if size < 1e6 else (1e6, "MB", 1) if size < 1e9 else (1e9, "GB", 2)
-    return f"{size / unit:,.{digits}f} {name}"
-
-
-def _name(budget: Budget | None) -> str:
-    if budget is None:
-        return "full cache"
-    return f"{budget:,} slots" if isinstance(budget, int) else f"{100 * budget:g}%"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for head in heads:
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(*map(str, row))
-    return table
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+def _complain(error: Exception) -> None:
+    _note(f"ckv: {' '.join(str(error).split())}")

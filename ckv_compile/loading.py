@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ckv_compile import artifact
@@ -137,7 +138,7 @@ def _named(source: str, part: str = "") -> Iterator[None]:
     """Turn what transformers raises for a model that it cannot find or read into one error that names it."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise CKVError(
             f"{part}{source!r} could not be loaded ({error}): pass a hub id, a folder that save_pretrained() wrote, a "
             f".gguf file, or {SMOLLM2!r}"

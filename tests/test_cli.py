@@ -1,10 +1,14 @@
 """Every command on a tiny model in a folder: what it prints, its JSON, its exit codes and its errors."""
 
+import io
 import json
 import logging
 import random
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from typer.testing import CliRunner
 
 import ckv_compile
 from ckv_compile import benchmark, cli
-from ckv_compile.chat import Conversation
+from ckv_compile.chat import Conversation, generate_on
 from ckv_compile.errors import InputError
 
 TEMPLATE = (
@@ -51,6 +55,16 @@ def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def truncated(tiny, tmp_path_factory):
+    """The folder of that model, whose weights end too early: what reads them fails."""
+    folder = tmp_path_factory.mktemp("truncated")
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
     return str(folder)
 
 
@@ -181,34 +195,167 @@ def test_a_template_that_rewrites_earlier_turns_starts_the_cache_again(compiled)
     assert talk.cache.get_seq_length() == 4 + 3
 
 
+class Failing:
+    """A streamer that fails at one of its calls: the first is the prompt's, each other one a token's."""
+
+    def __init__(self, call):
+        self.left = call
+
+    def put(self, tokens):
+        self.left -= 1
+        if not self.left:
+            raise OSError("no space left")
+
+    def end(self):
+        raise OSError("no space left")
+
+
+def interrupt(done, total):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "call",
+    [None, 1, 2, 5, 99],
+    ids=["in the prefill", "before it", "at the first token", "at a later one", "at the end"],
+)
+@pytest.mark.parametrize("saved", [False, True], ids=["", "saved and loaded"])
+def test_a_turn_after_one_that_failed_is_as_if_that_had_not_been(call, saved, compiled, tmp_path):
+    talk, fresh = (Conversation(compiled, tiny_tokenizer()) for _ in range(2))
+    first, second = (fresh.turn(text, max_new_tokens=6) for text in ("w7 w8", "w9 w10"))
+    assert talk.turn("w7 w8", max_new_tokens=6) == first
+    options = {"streamer": Failing(call)} if call else {"progress": interrupt}
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        talk.turn("w20 w21", max_new_tokens=6, **options)  # as long as the next turn, and of other words
+    if saved:
+        talk.save(tmp_path / "talk")
+        talk.load(tmp_path / "talk")
+    assert talk.turn("w9 w10", max_new_tokens=6).reply == second.reply
+    assert (talk.messages, talk.tokens) == (fresh.messages, fresh.tokens)
+
+
+def test_a_turn_that_fails_before_it_reads_anything_costs_nothing(compiled):
+    talk = Conversation(compiled, tiny_tokenizer())
+    talk.turn("w7 w8", max_new_tokens=6)
+    with pytest.raises(InputError, match="num_beams"):
+        talk.turn("w9", max_new_tokens=6, num_beams=2)
+    assert not talk.turn("w9", max_new_tokens=6).restarted
+
+
+def test_a_turn_that_the_cache_has_read_already_starts_it_again(compiled):
+    talk = Conversation(compiled, tiny_tokenizer(FORGETFUL))
+    first, second = (talk.turn("w5 w6", max_new_tokens=1) for _ in range(2))
+    assert (second.reply, second.prefilled) == (first.reply, first.prefilled)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/load missing", "there is no file"),
-        ("/save", "'/save' is no command; there are /reset, /save FILE"),
-        ("/what", "'/what' is no command"),
+        (b"/load missing", "ckv: there is no file"),
+        (b"/save", "'/save' is no command; there are /reset, /save FILE"),
+        (b"/what", "'/what' is no command"),
+        (b"w7 \xff", "ckv: this line is no text in utf-8 (invalid start byte at byte 3)"),
+        (b"w7 w9", "ckv: refused once"),
     ],
-    ids=["missing file", "no file", "unknown"],
+    ids=["missing file", "no file", "unknown", "no text", "failed turn"],
 )
-def test_a_chat_goes_on_after_a_wrong_command(line, message, compiled, capsys, monkeypatch, tmp_path):
+def test_a_chat_goes_on_after_an_error(line, message, compiled, loaded, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    talk = Conversation(compiled, tiny_tokenizer())
-    assert cli._chat_command(talk, line)
-    assert message in capsys.readouterr().err
+    errors = [InputError("refused\nonce")] * (line == b"w7 w9")
+
+    def failing(*arguments, **options):
+        if errors:
+            raise errors.pop()
+        return generate_on(*arguments, **options)
+
+    monkeypatch.setattr("ckv_compile.chat.generate_on", failing)
+    result = ckv("chat", "tiny", "--max-new-tokens", 6, stdin=line + b"\nw7 w8\n")
+    assert result.exit_code == 0, result.output
+    assert message in result.stderr
+    assert result.stdout.strip() == Conversation(compiled, tiny_tokenizer()).turn("w7 w8", max_new_tokens=6).reply
 
 
 @pytest.mark.parametrize(
-    "damage", ["not json", "[]", '{"messages": [], "tokens": [1]}', '{"messages": [{"role": 1}], "tokens": []}']
+    "typed", ["w7 \udcff", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid")], ids=["let through", "refused"]
+)
+def test_a_line_of_a_terminal_that_is_no_text_is_passed_over(typed, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=[typed, "w8 ", EOFError]))
+    assert [cli._line() for _ in range(3)] == ["", "w8", None]
+    assert capsys.readouterr().err.startswith("ckv: ")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda talk: "not json",
+        lambda talk: b"\xff",
+        lambda talk: "[]",
+        lambda talk: json.dumps({name: talk[name] for name in ("messages", "tokens")}),
+        lambda talk: json.dumps(talk | {"tokens": 3}),
+        lambda talk: json.dumps(talk | {"tokens": [str(token) for token in talk["tokens"]]}),
+        lambda talk: json.dumps(talk | {"tokens": talk["tokens"][:-1]}),
+        lambda talk: json.dumps(talk | {"messages": {"role": "user", "content": "w5"}}),
+        lambda talk: json.dumps(talk | {"messages": ["w5"]}),
+        lambda talk: json.dumps(talk | {"messages": [{"role": 1, "content": "w5"}]}),
+        lambda talk: json.dumps(talk | {"cache": None}),
+        lambda talk: json.dumps(talk | {"cache": "0" * 64}),
+    ],
+    ids=[
+        "no JSON",
+        "no text",
+        "no object",
+        "a field less",
+        "number of tokens",
+        "tokens as text",
+        "a token less",
+        "one message",
+        "texts",
+        "a role of another type",
+        "no digest",
+        "another cache",
+    ],
 )
 def test_a_conversation_of_another_cache_is_refused_and_nothing_is_lost(damage, compiled, tmp_path):
     talk = Conversation(compiled, tiny_tokenizer())
     talk.turn("w5", max_new_tokens=4)
     talk.save(tmp_path / "talk")
-    (tmp_path / "talk.json").write_text(damage)
+    file = tmp_path / "talk.json"
+    damaged = damage(json.loads(file.read_text()))
+    file.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
     before = talk.cache, talk.messages, talk.tokens
     with pytest.raises(InputError, match=r"talk\.json"):
         talk.load(tmp_path / "talk")
     assert before == (talk.cache, talk.messages, talk.tokens)
+
+
+def test_two_conversations_of_one_length_are_told_apart(compiled, tmp_path):
+    talk = Conversation(compiled, tiny_tokenizer())
+    for name in ("one", "other"):
+        talk.reset()
+        talk.turn(f"w5 {'w6' if name == 'one' else 'w7'}", max_new_tokens=4)
+        talk.save(tmp_path / name)
+    (tmp_path / "other").replace(tmp_path / "one")
+    with pytest.raises(InputError, match=r"one\.json is not the conversation of"):
+        talk.load(tmp_path / "one")
+
+
+def test_a_save_that_fails_leaves_the_earlier_one(compiled, tmp_path, monkeypatch):
+    talk = Conversation(compiled, tiny_tokenizer())
+    talk.turn("w5", max_new_tokens=4)
+    talk.save(tmp_path / "talk")
+    before = talk.messages, talk.tokens
+    talk.turn("w6", max_new_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda *arguments, **options: Failing(1).end())
+        with pytest.raises(OSError, match="no space left"):
+            talk.save(tmp_path / "talk")
+    assert {file.name for file in tmp_path.iterdir()} == {"talk", "talk.json"}
+    talk.load(tmp_path / "talk")
+    assert before == (talk.messages, talk.tokens)
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        talk.save(tmp_path / "missing" / "talk")
 
 
 def test_inspect_counts_layers_passes_and_bytes(tmp_path):
@@ -363,8 +510,30 @@ def test_eval_needs_the_original_of_an_artifact(artifact):
         (["generate", "TINY", "w5", "--budget", "64", "--top-p", "0.5"], 2, "--top-p is for sampling"),
         (["generate", "TINY", "w5", "--budget", "64", "--no-chat", "--system", "w6"], 2, "leave --no-chat out"),
         (["generate", "TINY", "w5", "--budget", "64", "--temperature", "-1"], 2, "--temperature"),
+        (["generate", "TINY", "--file", "latin1.txt", "--budget", "64"], 1, "latin1.txt is no text in utf-8"),
+        (["generate", "TINY", "-", "--budget", "64"], 1, "stdin is no text in utf-8 (invalid"),
+        (["eval", "TINY", "--file", "latin1.txt"], 1, "latin1.txt is no text in utf-8"),
+        (["generate", "TRUNCATED", "w5", "--budget", "64", "--interval", "8"], 1, "could not be loaded (Error while"),
+        (["generate", "TINY", "w5", "--budget", "nan"], 1, "budget=nan must be a finite number"),
+        (["inspect", "TRUNCATED", "--budget", "nan"], 1, "budget=nan must be a finite number"),
+        (
+            ["inspect", "TRUNCATED", "--budget", "128", "--budget", "150%"],
+            1,
+            "budget=1.5: a float budget is a fraction",
+        ),
+        (["inspect", "TRUNCATED", "--budget", "128", "--budget", "0"], 1, "budget=0 slots cannot hold"),
+        (
+            ["inspect", "TRUNCATED", "--budget", "128", "--budget", "25%", "--interval", "100"],
+            1,
+            "interval=100 is larger",
+        ),
+        (["eval", "TRUNCATED", "--budget", "inf"], 1, "budget=inf must be a finite number"),
+        (["eval", "TRUNCATED", "--budget", "128", "--budget", "0.5%"], 1, "budget=20 slots cannot hold"),
+        (["eval", "TRUNCATED", "--context", "20"], 1, "budget=20 slots cannot hold"),
+        (["export", "TRUNCATED", "out", "--budget", "64", "--max-shard-size", "5XB"], 2, "'5XB' is no size"),
         (["plan", "TINY"], 2, "--memory"),
-        (["plan", "TINY", "--memory", "much"], 2, "'much' is no size of memory"),
+        (["plan", "TINY", "--memory", f"{10**400}B"], 2, "is no size"),
+        (["plan", "TINY", "--memory", "much"], 2, "'much' is no size: pass for example 24GB"),
         (["plan", "TINY", "--memory", "1GB", "--budget", "20"], 1, "budget=20 slots cannot hold"),
         (["plan", "TINY", "--memory", "1GB", "--plot", "plan.txt2"], 1, "--plot plan.txt2"),
         (["eval", "TINY", "--context", "99999999"], 1, "the text has only"),
@@ -372,11 +541,13 @@ def test_eval_needs_the_original_of_an_artifact(artifact):
         (["generate"], 2, "MODEL"),
         (["tell"], 2, "No such command"),
     ],
-    ids=lambda value: " ".join(value).replace("TINY ", "") if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value).replace("TINY ", "")[:60] if isinstance(value, list) else "",
 )
-def test_an_error_has_its_exit_code_and_one_paragraph(arguments, code, message, tiny, tmp_path, monkeypatch):
+def test_an_error_has_its_exit_code_and_one_paragraph(arguments, code, message, tiny, truncated, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = ckv(*(tiny if each == "TINY" else each for each in arguments))
+    Path("latin1.txt").write_bytes("w5 é w6".encode("latin-1"))
+    folders = {"TINY": tiny, "TRUNCATED": truncated}
+    result = ckv(*(folders.get(each, each) for each in arguments), stdin=b"w5 \xff w6" if "-" in arguments else None)
     said = " ".join(result.stderr.replace("│", " ").split())
     assert (result.exit_code, result.stdout) == (code, ""), result.output
     assert message in said
@@ -423,8 +594,8 @@ def test_a_missing_matplotlib_is_named(tiny, monkeypatch):
     ("text", "size"),
     [("24GB", 24 * 10**9), ("24GiB", 24 * 2**30), ("1.5 kb", 1500), ("512MiB", 2**29), ("1000", 1000), ("7B", 7)],
 )
-def test_sizes_of_memory(text, size):
-    assert cli._memory(text) == size
+def test_sizes(text, size):
+    assert cli._bytes(text) == size
 
 
 @pytest.mark.real_model

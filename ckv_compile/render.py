@@ -1,0 +1,209 @@
+"""What commands show: tables, sizes, a picture and bars, of the documents that they print as JSON too."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from ckv_compile.errors import ConfigError
+
+
+def artifact(path: str, document: dict[str, Any]) -> None:
+    """Print what an artifact holds."""
+    config = document["config"]
+    out = _stdout()
+    out.print(
+        f"{document['format']} in {path}, {size(document['bytes'])}: made with torch {document['torch']} for "
+        f"{document['device']}, {document['cache']['dtype']}"
+    )
+    out.print(
+        f"budget {config['budget']:,}, interval {config['interval']}: cache of one row {size(document['row_bytes'])}"
+    )
+    compiled = ", ".join(map(str, document["aot"])) or "none"
+    out.print(f"decode steps for rows: {', '.join(map(str, document['decode']))}; compiled ahead of time: {compiled}")
+    if document["obstacle"]:
+        out.print(f"cannot be loaded here: {document['obstacle']}")
+    elif document["aot"] and document["aot_obstacle"]:
+        out.print(f"its compiled steps cannot be used here: {document['aot_obstacle']}")
+    out.print(_layers_table(document["groups"]))
+    out.print(_passes_table(document["passes"]))
+    files = [[name, size(file["bytes"]), file["sha256"][:12]] for name, file in document["files"].items()]
+    out.print(_table(["file", "size", "SHA-256"], files))
+
+
+def model(document: dict[str, Any]) -> None:
+    """Print what was found in a model, and what its caches take."""
+    out = _stdout()
+    out.print(
+        f"{document['class']}, {document['dtype']}, weights {size(document['weights_bytes'])}, "
+        f"{document['query_heads']} query heads, context {document['context'] or 'without an end'}"
+    )
+    out.print(_layers_table(document["groups"]))
+    out.print(_passes_table(document["passes"]))
+    rows = [
+        [f"{row['context']:,}", size(row["full"]), *map(size, row["budgets"].values())] for row in document["row_bytes"]
+    ]
+    out.print(_table(["context", "full cache", *document["row_bytes"][0]["budgets"]], rows, title="cache of one row"))
+
+
+def plan(document: dict[str, Any], chunk: int) -> None:
+    """Print what fits in a memory, and what a prefill in chunks takes."""
+    out = _stdout()
+    out.print(
+        f"{document['model']} in {document['dtype']}: weights {size(document['weights_bytes'])} of "
+        f"{size(document['memory_bytes'])}, context {document['context'] or 'without an end'}, prefill "
+        f"{'at once' if document['prefill_chunk'] is None else f'in chunks of {chunk:,}'}"
+    )
+    names = document["contexts"][0]["largest_batch"]
+    out.print(
+        _table(
+            ["context", *names, "prefill at once", f"in chunks of {chunk:,}"],
+            [
+                [
+                    f"{row['context']:,}",
+                    *row["largest_batch"].values(),
+                    f"~ {size(row['prefill_bytes'])}",
+                    f"~ {size(row['chunked_prefill_bytes'])}",
+                ]
+                for row in document["contexts"]
+            ],
+            title="largest batch",
+        )
+    )
+    out.print(
+        _table(
+            ["rows", *names],
+            [
+                [row["batch"], *("any" if n is None else f"{n:,}" for n in row["longest_context"].values())]
+                for row in document["batches"]
+            ],
+            title="longest context",
+        )
+    )
+
+
+def qualities(rows: Iterable[dict[str, Any]]) -> None:
+    """Print what budgets cost."""
+    cells = [
+        [
+            row["kept"],
+            f"{row['slots']:,}",
+            f"{row['perplexity']:.2f}",
+            f"{max(0.0, row['kl']):.4f}",
+            f"{row['agreement']:.1%}",
+        ]
+        for row in rows
+    ]
+    _stdout().print(_table(["kept", "slots", "perplexity", "KL", "same first"], cells))
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Draw the largest batch against the context, a line for every cache.
+
+    Raises:
+        ConfigError: if the name of the file tells no kind of picture.
+        OSError: if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    contexts = [row["context"] for row in document["contexts"]]
+    for name in document["contexts"][0]["largest_batch"]:
+        batches = [row["largest_batch"][name] or float("nan") for row in document["contexts"]]
+        axes.plot(contexts, batches, marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set(xlabel="context, tokens", ylabel="largest batch, rows")
+    axes.set_title(f"{document['model']}, {document['dtype']}, {size(document['memory_bytes'])}")
+    axes.grid(alpha=0.3)
+    axes.legend(title="cache")
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise ConfigError(f"--plot {path}: {error}") from error
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Say what takes time, on a terminal."""
+    with Console(stderr=True).status(what):
+        yield
+
+
+@contextlib.contextmanager
+def bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, as a function of what is done and how much there is; it goes once all is."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+            if done == total:
+                progress.stop()  # or it would write between the tokens that follow
+
+        yield show
+
+
+def took(prompt: int, tokens: int, prefill_s: float, decode_s: float, cache_bytes: int) -> str:
+    """Say what a prompt and its answer took."""
+    return (
+        f"{prompt:,} tokens read in {prefill_s:.1f} s, {tokens:,} generated in {decode_s:.1f} s "
+        f"({tokens / decode_s:.1f} tokens/s), cache {size(cache_bytes)}"
+    )
+
+
+def size(count: int) -> str:
+    """Bytes as KB, MB or GB."""
+    unit, name, digits = (1e3, "KB", 1) if count < 1e6 else (1e6, "MB", 1) if count < 1e9 else (1e9, "GB", 2)
+    return f"{count / unit:,.{digits}f} {name}"
+
+
+def label(budget: int | float | None) -> str:
+    """The name of a budget in tables; None is the full cache."""
+    if budget is None:
+        return "full cache"
+    return f"{budget:,} slots" if isinstance(budget, int) else f"{100 * budget:g}%"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print one JSON document."""
+    print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def _stdout() -> Console:
+    """Where tables go; one in a file is not cut to the width of a terminal."""
+    return Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+
+
+def _layers_table(groups: Iterable[dict[str, Any]]) -> Table:
+    names = ("kind", "layers", "kv_heads", "head_dim", "window")
+    return _table(
+        ["kind", "layers", "KV heads", "head size", "window"],
+        [[each.get(name, "-") for name in names] for each in groups],
+    )
+
+
+def _passes_table(passes: Iterable[dict[str, Any]]) -> Table:
+    return _table(
+        ["pass", "sites", "s"], [[each["name"], each["matches"], f"{each['seconds']:.2f}"] for each in passes]
+    )
