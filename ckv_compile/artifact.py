@@ -284,7 +284,9 @@ def read(
         with _as_artifact_error(folder / _KERNEL):
             cpu.use_library(folder / _KERNEL)
     inputs = [weight.tensor for weight in weights]
-    programs = {rows: _package(folder / name, inputs) for rows, name in packages.items()} if uses_packages else {}
+    programs = {}
+    if uses_packages:
+        programs = {rows: _package(folder / name, inputs, table.shape.device) for rows, name in packages.items()}
     if read_manifest(folder) != manifest:
         raise ArtifactError(f"{folder} was replaced while it was loaded: load it again")
     mode: CompileMode = "inductor" if compile is None or compile == "aot" else check_mode(compile)
@@ -587,12 +589,15 @@ def _configs(folder: Path) -> tuple[PreTrainedConfig, GenerationConfig]:
         return model_config, GenerationConfig.from_dict(json.loads((folder / _GENERATION_CONFIG).read_bytes()))
 
 
-def _package(path: Path, weights: list[Tensor]) -> Program:
+def _package(path: Path, weights: list[Tensor], device: torch.device) -> Program:
     """Load a compiled decode step, which takes the weights where they are."""
-    with _as_artifact_error(path):
+    index = device.index if device.type == "cuda" else -1
+    with _as_artifact_error(path), torch.cuda.device(index):  # -1 is none, there and in the loader
         if broken := zipfile.ZipFile(path).testzip():
             raise ValueError(f"{broken} in it is damaged")
-        package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        # Single-threaded: its locks ask events of the device, which a CUDA graph that is recorded does not allow. One
+        # thread at a time runs a model.
+        package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
 
     def run(input_ids: Tensor, *state: Tensor) -> tuple[Tensor]:
         (logits,) = package.boxed_run([*weights, input_ids, *state])

@@ -1,5 +1,6 @@
 """Saved models: the same tokens after loading, and an error for whatever is wrong with a folder."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -194,6 +195,18 @@ def test_a_package_needs_no_compiler(model, packaged, prompt, monkeypatch):
     monkeypatch.setattr(torch, "compile", None)
     monkeypatch.setattr(torch.export, "export", None)
     assert torch.equal(generate(loaded, prompt(70)), generate(model, prompt(70)))
+
+
+@pytest.mark.parametrize(("device", "index"), [("cpu", -1), ("cuda:1", 1)])
+def test_a_package_can_be_recorded_on_the_device_of_its_artifact(device, index, packaged, monkeypatch):
+    """With the locks of several threads it could not be part of a CUDA graph."""
+    loaded, entered = [], []
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda path, *options: loaded.append(options))
+    monkeypatch.setattr(torch.cuda, "device", lambda given: contextlib.nullcontext(entered.append(given)))
+    artifact._package(packaged / "decode-1.aot.pt2", [], torch.device(device))
+    run_single_threaded, runners = True, 1
+    assert loaded == [("model", run_single_threaded, runners, index)]
+    assert entered == [index]
 
 
 def test_packages_share_the_weights(packaged):
