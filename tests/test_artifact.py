@@ -294,15 +294,25 @@ def transpose(folder):
     rehash(folder)
 
 
-def program_of_other_options(folder):
-    """The prefill of a model that compacts otherwise."""
-    path = folder / "prefill.pt2"
-    with zipfile.ZipFile(path) as archive:
-        content = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in content.items():
-            archive.writestr(name, data.replace(b'"as_int": 40', b'"as_int": 41'))
-    rehash(folder)
+def doctored(old, new):
+    """Replace bytes of the prefill, and make the manifest agree."""
+
+    def apply(folder):
+        path = folder / "prefill.pt2"
+        with zipfile.ZipFile(path) as archive:
+            content = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+        assert any(old in data for data in content.values())
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in content.items():
+                archive.writestr(name, data.replace(old, new))
+        rehash(folder)
+
+    return apply
+
+
+def calls(operator):
+    """Have the prefill call another operator in the place of silu."""
+    return doctored(b"torch.ops.aten.silu.default", f"torch.ops.{operator}.default".encode())
 
 
 def with_pickle(folder):
@@ -364,7 +374,12 @@ BAD = {
         consistent("ckv_config.json", lambda c: c["cache"].update(layers=3)),
         "takes keys as",
     ),
-    "a program of other options": (program_of_other_options, "compacts by another plan"),
+    "a program of other options": (doctored(b'"as_int": 40', b'"as_int": 41'), "compacts by another plan"),
+    "a program that writes a file": (calls("aten.save"), "its argument filename could be the name of a file"),
+    "a program that reads a file": (calls("aten.from_file"), "its argument filename could be the name of a file"),
+    "a program that prints": (calls("prim.Print"), r"torch\.ops\.prim\.Print\.default is not allowed"),
+    "a program that loads tensors": (calls("debugprims.load_tensor"), r"debugprims\.load_tensor\.default is not allowed"),
+    "a program that calls what is no operator": (calls("aten.nothing"), "there is no operator"),
     "a pickle in a program": (with_pickle, "constant_0 is no part of a program"),
     "a config of another type": (
         consistent("config.json", lambda c: c.update(hidden_size="wide")),
@@ -443,6 +458,25 @@ def test_modes_and_devices_that_are_not_there_are_named(copy):
 def test_batch_sizes_that_are_not_served_are_refused(rows, model, tmp_path):
     with pytest.raises(ConfigError, match="batch sizes are ints from 1 to 8"):
         model.save_pretrained(tmp_path / "out", aot=[rows])
+    assert not list(tmp_path.iterdir())
+
+
+@torch.library.custom_op("another_library::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@double.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_a_model_that_calls_another_library_is_not_saved(tmp_path):
+    model = decoder()
+    model.tokens.register_forward_hook(lambda module, args, output: double(output))
+    model = ckv_compile.transform(model, **OPTIONS)
+    with pytest.raises(ArtifactError, match=r"cannot be saved.*another_library\.double\.default is not allowed"):
+        model.save_pretrained(tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
