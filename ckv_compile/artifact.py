@@ -117,7 +117,7 @@ def save(
 
     Raises:
         ArtifactError: if `path` holds something else, or the model has what the format cannot hold.
-        ConfigError: for batch sizes that the model does not serve.
+        ConfigError: for batch sizes that the model does not serve, or a size that is none.
         CompileError: if a step cannot be compiled here.
         ValueError: from transformers, for a generation config that it refuses to save.
         OSError: if a file cannot be written.
@@ -125,20 +125,24 @@ def save(
     for rows in aot:
         if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= saved.config.max_batch_size:
             raise ConfigError(f"aot={list(aot)}: batch sizes are ints from 1 to {saved.config.max_batch_size}")
+    shard_bytes = _bytes(max_shard_size)
     target = Path(path).resolve()
     aside = _aside(target)
+    _check_replaceable(target)
+    _check_replaceable(aside)
     if aside.is_dir() and not target.exists():
         aside.rename(target)  # a save was killed before the new one was in its place
-    _check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     scratch.mkdir()
     try:
-        _write(saved, scratch, tokenizer, sorted(set(aot)), max_shard_size)
+        _write(saved, scratch, tokenizer, sorted(set(aot)), shard_bytes)
         for written in scratch.rglob("*"):
             _sync(written)
         _sync(scratch)
-        shutil.rmtree(aside, ignore_errors=True)  # that of a save that was killed when the new one was in its place
+        for replaced in (target, aside):
+            _check_replaceable(replaced)  # again: writing took minutes
+        _discard(aside)  # that of a save that was killed when the new one was in its place
         if not target.exists() or not any(target.iterdir()):
             scratch.rename(target)  # in the place of an empty folder, too
         else:
@@ -151,7 +155,7 @@ def save(
         _sync(target.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside)
 
 
 def is_artifact(path: str | os.PathLike[str]) -> bool:
@@ -373,7 +377,7 @@ class _Table(NamedTuple):
         return cls(config, shape, vocabulary, positions, passes, weights)
 
 
-def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard_size: int | str) -> None:
+def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard_size: int) -> None:
     """Write all files of an artifact, the manifest last."""
     rewritten, config = saved.rewritten, saved.config
     shape = rewritten.shape
@@ -412,7 +416,7 @@ def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard
     (folder / MANIFEST).write_text(json.dumps(data, indent=1))
 
 
-def _write_weights(weights: Sequence[Weight], folder: Path, max_shard_size: int | str) -> tuple[_Entry, ...]:
+def _write_weights(weights: Sequence[Weight], folder: Path, max_shard_size: int) -> tuple[_Entry, ...]:
     """Write each tensor once, and say where each weight is."""
     names: dict[tuple[object, ...], str] = {}
     for weight in weights:
@@ -638,7 +642,7 @@ def _check_replaceable(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise ArtifactError(f"{target} is a file: save to a folder")
+        raise ArtifactError(f"{target} is a file: save to another folder, or move it first")
     held = {file.relative_to(target).as_posix() for file in target.rglob("*") if not file.is_dir()}
     if not held:
         return
@@ -648,6 +652,26 @@ def _check_replaceable(target: Path) -> None:
         raise ArtifactError(
             f"{target} also holds {', '.join(sorted(others))}, which a save would delete: move that first"
         )
+
+
+def _discard(folder: Path) -> None:
+    """Delete a folder under another name: half of it, after a kill, would be no artifact to the next save."""
+    if folder.exists():
+        gone = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _bytes(size: int | str) -> int:
+    """The number that `max_shard_size` says."""
+    number = size
+    if isinstance(size, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT])B", size.strip(), re.ASCII | re.I)):
+        number = int(float(match[1]) * 1000 ** (1 + "KMGT".index(match[2].upper())))
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(
+            f'max_shard_size={size!r}: pass a number of bytes of at least 1, or one with KB, MB, GB or TB, like "5GB"'
+        )
+    return number
 
 
 def _check_inside(folder: Path, name: str) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import zipfile
@@ -378,7 +379,7 @@ BAD = {
     "a program that writes a file": (calls("aten.save"), "its argument filename could be the name of a file"),
     "a program that reads a file": (calls("aten.from_file"), "its argument filename could be the name of a file"),
     "a program that prints": (calls("prim.Print"), r"torch\.ops\.prim\.Print\.default is not allowed"),
-    "a program that loads tensors": (calls("debugprims.load_tensor"), r"debugprims\.load_tensor\.default is not allowed"),
+    "a program that loads": (calls("debugprims.load_tensor"), r"debugprims\.load_tensor\.default is not allowed"),
     "a program that calls what is no operator": (calls("aten.nothing"), "there is no operator"),
     "a pickle in a program": (with_pickle, "constant_0 is no part of a program"),
     "a config of another type": (
@@ -461,6 +462,14 @@ def test_batch_sizes_that_are_not_served_are_refused(rows, model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("size", ["5XB", "5", "GB", "-1GB", "0.1 B", "0KB", "", 0, -1, 2.5, True, None])
+def test_sizes_of_files_that_are_none_are_refused_before_anything_is_exported(size, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(artifact.program, "export", None)
+    with pytest.raises(ConfigError, match=re.escape(f"max_shard_size={size!r}: pass a number of bytes")):
+        model.save_pretrained(tmp_path / "out", max_shard_size=size)
+    assert not list(tmp_path.iterdir())
+
+
 @torch.library.custom_op("another_library::double", mutates_args=())
 def double(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
@@ -508,8 +517,9 @@ def quick_save(model, monkeypatch, copy):
     return model.save_pretrained
 
 
-def test_weights_are_cut_into_files_of_a_size(quick_save, model, copy, prompt):
-    quick_save(copy, max_shard_size="100KB")
+@pytest.mark.parametrize("size", ["100KB", " 0.1 mb", 100_000])
+def test_weights_are_cut_into_files_of_a_size(size, quick_save, model, copy, prompt):
+    quick_save(copy, max_shard_size=size)
     assert len(list(copy.glob("model-*.safetensors"))) > 1
     assert not (copy / "model.safetensors").exists()  # the artifact that was there is gone as a whole
     assert torch.equal(generate(ckv_compile.load(copy, compile="eager"), prompt(70)), generate(model, prompt(70)))
@@ -519,7 +529,7 @@ def test_a_killed_save_leaves_the_old_one_or_none(quick_save, copy, monkeypatch)
     """Killed before each call that changes the disk in a way that others see."""
     (copy / "config.json").write_bytes((copy / "config.json").read_bytes() + b" ")  # tells the old one from the new
     rehash(copy)
-    old = digests(copy)
+    old, original = digests(copy), shutil.copytree(copy, copy.with_name("original"))
     calls = {"left": 0}
 
     def mortal(real):
@@ -550,6 +560,10 @@ def test_a_killed_save_leaves_the_old_one_or_none(quick_save, copy, monkeypatch)
                 copy.with_name(".copy.former").rename(copy)
             elif outcomes[-1] == "new":
                 ckv_compile.load(copy, compile="eager")
+                quick_save(copy)
+                assert not copy.with_name(".copy.former").exists()
+                shutil.rmtree(copy)
+                shutil.copytree(original, copy)
     assert set(outcomes) >= {"old", "none"}
     assert outcomes == sorted(outcomes, key=["old", "none", "new"].index)
     assert digests(copy) != old
@@ -559,6 +573,58 @@ def test_the_next_save_recovers_from_a_killed_one(quick_save, copy):
     copy.rename(copy.with_name(".copy.former"))
     quick_save(copy)
     assert [path.name for path in copy.parent.iterdir()] == ["copy"]
+    ckv_compile.load(copy, compile="eager")
+
+
+def spoiled_folder(folder):
+    """A folder that an artifact once was, and somebody's file."""
+    folder.mkdir(exist_ok=True)
+    (folder / "notes").write_text("keep")
+
+
+@pytest.mark.parametrize("name", ["copy", ".copy.former"])
+def test_what_is_put_in_a_place_while_a_save_writes_is_kept(name, quick_save, copy, monkeypatch):
+    mine, write = copy.with_name(name), artifact._write
+
+    def slow(*arguments):
+        write(*arguments)
+        spoiled_folder(mine)
+
+    monkeypatch.setattr(artifact, "_write", slow)
+    with pytest.raises(ArtifactError, match=r"also holds notes|\.copy\.former holds files and is no artifact"):
+        quick_save(copy)
+    assert (mine / "notes").read_text() == "keep"
+    assert {path.name for path in copy.parent.iterdir()} == {"copy", name}
+    ckv_compile.load(copy, compile="eager")
+
+
+@pytest.mark.parametrize("target", ["with an artifact", "without one"])
+@pytest.mark.parametrize("former", ["a folder", "a file"])
+def test_a_former_one_that_is_no_artifact_is_neither_restored_nor_deleted(target, former, quick_save, copy):
+    aside = copy.with_name(".copy.former")
+    spoiled_folder(aside) if former == "a folder" else aside.write_text("keep")
+    if target == "without one":
+        shutil.rmtree(copy)
+    with pytest.raises(ArtifactError, match=r"\.copy\.former (holds files and is no artifact|is a file)"):
+        quick_save(copy)
+    assert (aside / "notes" if former == "a folder" else aside).read_text() == "keep"
+    assert copy.exists() == (target == "with an artifact")
+
+
+def test_a_save_that_is_killed_while_it_deletes_does_not_stop_the_next(quick_save, copy, monkeypatch):
+    deletes = shutil.rmtree
+
+    def killed(folder, **options):
+        if ".former" in folder.name:
+            (folder / artifact.MANIFEST).unlink()
+            raise Killed
+        deletes(folder, **options)
+
+    monkeypatch.setattr(artifact.shutil, "rmtree", killed)
+    with pytest.raises(Killed):
+        quick_save(copy)
+    monkeypatch.setattr(artifact.shutil, "rmtree", deletes)
+    quick_save(copy)
     ckv_compile.load(copy, compile="eager")
 
 
