@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from conftest import VOCABULARY, cache_of, tiny_model
 from safetensors import safe_open
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
 
 import ckv_compile
 from ckv_compile import artifact
@@ -50,9 +50,9 @@ def decoder():
     return Decoder().eval()
 
 
-def int8():
+def quantised(config):
     model = tiny_model("qwen2", hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
-    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False))
+    quantize_(model, config)
     return model
 
 
@@ -62,7 +62,9 @@ MODELS = {
     ).half(),
     "smollm2, tied, bf16": lambda: tiny_model("smollm2", num_hidden_layers=1).bfloat16(),
     "a decoder of one's own": decoder,
-    "qwen2, int8": int8,
+    "qwen2, int8": lambda: quantised(Int8WeightOnlyConfig(set_inductor_config=False)),
+    "qwen2, int4, torchao operator": lambda: quantised(IntxWeightOnlyConfig(torch.int4, granularity=PerGroup(32))),
+    "gpt-oss, transformers operator": lambda: tiny_model("gpt-oss", **SMALL),
 }
 
 
