@@ -117,7 +117,7 @@ def save(
 
     Raises:
         ArtifactError: if `path` holds something else, or the model has what the format cannot hold.
-        ConfigError: for batch sizes that the model does not serve.
+        ConfigError: for batch sizes that the model does not serve, or a size that is none.
         CompileError: if a step cannot be compiled here.
         ValueError: from transformers, for a generation config that it refuses to save.
         OSError: if a file cannot be written.
@@ -125,20 +125,24 @@ def save(
     for rows in aot:
         if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= saved.config.max_batch_size:
             raise ConfigError(f"aot={list(aot)}: batch sizes are ints from 1 to {saved.config.max_batch_size}")
+    shard_bytes = _bytes(max_shard_size)
     target = Path(path).resolve()
     aside = _aside(target)
+    _check_replaceable(target)
+    _check_replaceable(aside)
     if aside.is_dir() and not target.exists():
         aside.rename(target)  # a save was killed before the new one was in its place
-    _check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     scratch.mkdir()
     try:
-        _write(saved, scratch, tokenizer, sorted(set(aot)), max_shard_size)
+        _write(saved, scratch, tokenizer, sorted(set(aot)), shard_bytes)
         for written in scratch.rglob("*"):
             _sync(written)
         _sync(scratch)
-        shutil.rmtree(aside, ignore_errors=True)  # that of a save that was killed when the new one was in its place
+        for replaced in (target, aside):
+            _check_replaceable(replaced)  # again: writing took minutes
+        _discard(aside)  # that of a save that was killed when the new one was in its place
         if not target.exists() or not any(target.iterdir()):
             scratch.rename(target)  # in the place of an empty folder, too
         else:
@@ -151,7 +155,7 @@ def save(
         _sync(target.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside)
 
 
 def is_artifact(path: str | os.PathLike[str]) -> bool:
@@ -284,7 +288,9 @@ def read(
         with _as_artifact_error(folder / _KERNEL):
             cpu.use_library(folder / _KERNEL)
     inputs = [weight.tensor for weight in weights]
-    programs = {rows: _package(folder / name, inputs) for rows, name in packages.items()} if uses_packages else {}
+    programs = {}
+    if uses_packages:
+        programs = {rows: _package(folder / name, inputs, table.shape.device) for rows, name in packages.items()}
     if read_manifest(folder) != manifest:
         raise ArtifactError(f"{folder} was replaced while it was loaded: load it again")
     mode: CompileMode = "inductor" if compile is None or compile == "aot" else check_mode(compile)
@@ -371,7 +377,7 @@ class _Table(NamedTuple):
         return cls(config, shape, vocabulary, positions, passes, weights)
 
 
-def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard_size: int | str) -> None:
+def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard_size: int) -> None:
     """Write all files of an artifact, the manifest last."""
     rewritten, config = saved.rewritten, saved.config
     shape = rewritten.shape
@@ -410,7 +416,7 @@ def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard
     (folder / MANIFEST).write_text(json.dumps(data, indent=1))
 
 
-def _write_weights(weights: Sequence[Weight], folder: Path, max_shard_size: int | str) -> tuple[_Entry, ...]:
+def _write_weights(weights: Sequence[Weight], folder: Path, max_shard_size: int) -> tuple[_Entry, ...]:
     """Write each tensor once, and say where each weight is."""
     names: dict[tuple[object, ...], str] = {}
     for weight in weights:
@@ -587,12 +593,15 @@ def _configs(folder: Path) -> tuple[PreTrainedConfig, GenerationConfig]:
         return model_config, GenerationConfig.from_dict(json.loads((folder / _GENERATION_CONFIG).read_bytes()))
 
 
-def _package(path: Path, weights: list[Tensor]) -> Program:
+def _package(path: Path, weights: list[Tensor], device: torch.device) -> Program:
     """Load a compiled decode step, which takes the weights where they are."""
-    with _as_artifact_error(path):
+    index = device.index if device.type == "cuda" else -1
+    with _as_artifact_error(path), torch.cuda.device(index):  # -1 is none, there and in the loader
         if broken := zipfile.ZipFile(path).testzip():
             raise ValueError(f"{broken} in it is damaged")
-        package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        # Single-threaded: its locks ask events of the device, which a CUDA graph that is recorded does not allow. One
+        # thread at a time runs a model.
+        package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
 
     def run(input_ids: Tensor, *state: Tensor) -> tuple[Tensor]:
         (logits,) = package.boxed_run([*weights, input_ids, *state])
@@ -633,7 +642,7 @@ def _check_replaceable(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise ArtifactError(f"{target} is a file: save to a folder")
+        raise ArtifactError(f"{target} is a file: save to another folder, or move it first")
     held = {file.relative_to(target).as_posix() for file in target.rglob("*") if not file.is_dir()}
     if not held:
         return
@@ -643,6 +652,26 @@ def _check_replaceable(target: Path) -> None:
         raise ArtifactError(
             f"{target} also holds {', '.join(sorted(others))}, which a save would delete: move that first"
         )
+
+
+def _discard(folder: Path) -> None:
+    """Delete a folder under another name: half of it, after a kill, would be no artifact to the next save."""
+    if folder.exists():
+        gone = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _bytes(size: int | str) -> int:
+    """The number that `max_shard_size` says."""
+    number = size
+    if isinstance(size, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT])B", size.strip(), re.ASCII | re.I)):
+        number = int(float(match[1]) * 1000 ** (1 + "KMGT".index(match[2].upper())))
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(
+            f'max_shard_size={size!r}: pass a number of bytes of at least 1, or one with KB, MB, GB or TB, like "5GB"'
+        )
+    return number
 
 
 def _check_inside(folder: Path, name: str) -> None:

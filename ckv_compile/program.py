@@ -5,7 +5,8 @@ that all programs of a model share, and no file of a program holds one.
 
 The file is what `torch.export.save` writes, and `torch.export.load` would take it. That unpickles what a file says is
 pickled, evaluates its strings as Python, and rebuilds the symbolic shape of every node, which for 30 layers takes 5 s.
-A program needs its nodes alone, and those are plain JSON: `read` takes 0.2 s, and calls nothing but operators.
+A program needs its nodes alone, and those are plain JSON: `read` takes 0.2 s, and its graph calls nothing but operators
+of a few libraries, and none that could be given the name of a file.
 """
 
 import io
@@ -52,6 +53,20 @@ _ON_SIZES: dict[str, Callable[..., Any]] = {
     f"_operator.{name}": getattr(operator, name)
     for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv", "eq", "ne", "lt", "le", "gt", "ge")
 } | {"torch.sym_max": torch.sym_max, "torch.sym_min": torch.sym_min, "math.ceil": math.ceil, "math.trunc": math.trunc}
+_LIBRARIES = ("aten", "prims", "ckv", "torchao", "transformers")  # torchao: quantised weights; transformers: experts
+_SETTINGS = {  # the strings of operators that choose how to compute; any other might name a file
+    "approximate",
+    "assert_msg",
+    "equation",
+    "indexing",
+    "mapping_type",
+    "mode",
+    "norm",
+    "padding",
+    "reduce",
+    "rounding_mode",
+    "side",
+}
 
 
 class Weight(NamedTuple):
@@ -122,7 +137,7 @@ def read(data: bytes, name: str) -> StoredProgram:
     """Read the .pt2 file of a program, of which `name` speaks in errors.
 
     Raises:
-        ArtifactError: if it is none, or holds anything but calls of operators on tensors and sizes.
+        ArtifactError: if it is none, or holds anything but calls of allowed operators on tensors and sizes.
     """
     try:
         return _Reader(_model_json(data)).program()
@@ -278,7 +293,12 @@ def _target(name: str) -> Callable[..., Any]:
     if found is None:
         raise ValueError(f"{name!r} is no operator")
     space, packet, overload = found.groups()
+    if space not in _LIBRARIES:
+        raise ValueError(f"{name} is not allowed: a program may call the operators of {', '.join(_LIBRARIES)} alone")
     target = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
     if not isinstance(target, torch._ops.OpOverload):
         raise ValueError(f"there is no operator {name}: import what registers it first, if it is no part of torch")
+    for argument in target._schema.arguments:
+        if "str" in str(argument.type) and argument.name not in _SETTINGS:
+            raise ValueError(f"{name} is not allowed: its argument {argument.name} could be the name of a file")
     return target

@@ -27,6 +27,7 @@ import gc  # noqa: E402
 import json  # noqa: E402
 import platform  # noqa: E402
 import statistics  # noqa: E402
+import tempfile  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
@@ -41,7 +42,7 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StaticCache  # noqa: E402
 
 import ckv_compile  # noqa: E402
-from ckv_compile import ops  # noqa: E402
+from ckv_compile import backend, ops  # noqa: E402
 from ckv_compile.cache import CacheShape, CacheState  # noqa: E402
 from ckv_compile.kernels import attention, compaction  # noqa: E402
 from ckv_compile.model import CKVForCausalLM  # noqa: E402
@@ -232,11 +233,11 @@ def verdict(what: str, dtype: torch.dtype, error: float, tolerance: float) -> Re
     return {"check": what, "dtype": str(dtype)[6:], "error": error, "allowed": tolerance, "ok": error < tolerance}
 
 
-def tiny() -> LlamaConfig:
+def tiny(hidden: int = 256) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -281,6 +282,49 @@ def check_recorded_step() -> Iterator[Result]:
             right = cache.state.position.tolist() == [min(each, len(rows[0]) - 1) for each in ends]
             right &= all(set(row[each:]) <= {0} for row, each in zip(rows, ends, strict=True))
             yield verdict("rows that end early", dtype, 0.0 if right else 1.0, 0.5)
+
+
+class Smallest:
+    """A model of 32 hidden, and the tokens of its eager graph over a compaction."""
+
+    def __init__(self) -> None:
+        self.options = {"budget": 40, "interval": 8, "n_recent": 8, "chunk_size": 8}
+        torch.manual_seed(0)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny(32), dtype=torch.float32).to(DEVICE).eval()
+        self.ours = ckv_compile.transform(self.model, compile="eager", **self.options)
+        ids = torch.randint(0, 512, (1, 46 if DRY else 60), device=DEVICE)
+        self.inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        self.greedy = {"max_new_tokens": 4 if DRY else 20, "do_sample": False, "pad_token_id": 0}
+        self.tokens = self.ours.generate(**self.inputs, **self.greedy)
+
+    def differ(self, tokens: Tensor) -> float:
+        """The share of new tokens that are not those of the eager graph."""
+        new = (tokens == self.tokens)[:, self.inputs["input_ids"].shape[1] :]
+        return 1 - float(new.float().mean())
+
+
+def check_artifact() -> Iterator[Result]:
+    """The step compiled ahead of time, with its kernels inside, loaded and recorded."""
+    small = Smallest()
+    with tempfile.TemporaryDirectory() as folder:
+        small.ours.save_pretrained(folder, aot=[1])
+        loaded = ckv_compile.load(folder, compile="aot")
+        for call in ("first", "second")[: 1 if DRY else 2]:  # the second replays what the first recorded
+            differ = small.differ(loaded.generate(**small.inputs, **small.greedy))
+            yield verdict(f"loaded package, {call} call, tokens that differ", torch.float32, differ, 0.05)
+
+
+def check_backend() -> Iterator[Result]:
+    """An original model in transformers' own loop, its step recorded by Inductor."""
+    small = Smallest()
+    cache = ckv_compile.cache_for(small.model, **small.options)
+    mode = "eager" if DRY else "reduce-overhead"
+    # By itself and not by its name, which a checkout that is not installed has not registered.
+    small.model.forward = torch.compile(small.model.forward, backend=backend.backend, mode=mode)
+    for call in ("first", "second")[: 1 if DRY else 2]:
+        cache.reset()
+        differ = small.differ(small.model.generate(**small.inputs, past_key_values=cache, **small.greedy))
+        yield verdict(f"backend, {mode}, {call} call, tokens that differ", torch.float32, differ, 0.05)
 
 
 # ------------------------------------------------------------------------------------------------------------- timings
@@ -521,6 +565,8 @@ def main() -> None:
         "kernels against the reference": check_kernels,
         "windows, score caps and sinks against the reference": check_windows,
         "recorded step against eager": check_recorded_step,
+        "a saved model's compiled step against eager": check_artifact,
+        'the backend "ckv" against eager': check_backend,
         "decode attention, bfloat16, 8 KV heads of 128, 4 query heads each": time_attention,
         "decode step": lambda: time_step(model(), contexts, rows=1),
         "generate": lambda: time_generate(model()),

@@ -1,10 +1,12 @@
 """Saved models: the same tokens after loading, and an error for whatever is wrong with a folder."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import zipfile
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from conftest import VOCABULARY, cache_of, tiny_model
 from safetensors import safe_open
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
 
 import ckv_compile
 from ckv_compile import artifact
@@ -48,9 +50,9 @@ def decoder():
     return Decoder().eval()
 
 
-def int8():
+def quantised(config):
     model = tiny_model("qwen2", hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
-    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False))
+    quantize_(model, config)
     return model
 
 
@@ -60,7 +62,9 @@ MODELS = {
     ).half(),
     "smollm2, tied, bf16": lambda: tiny_model("smollm2", num_hidden_layers=1).bfloat16(),
     "a decoder of one's own": decoder,
-    "qwen2, int8": int8,
+    "qwen2, int8": lambda: quantised(Int8WeightOnlyConfig(set_inductor_config=False)),
+    "qwen2, int4, torchao operator": lambda: quantised(IntxWeightOnlyConfig(torch.int4, granularity=PerGroup(32))),
+    "gpt-oss, transformers operator": lambda: tiny_model("gpt-oss", **SMALL),
 }
 
 
@@ -196,6 +200,18 @@ def test_a_package_needs_no_compiler(model, packaged, prompt, monkeypatch):
     assert torch.equal(generate(loaded, prompt(70)), generate(model, prompt(70)))
 
 
+@pytest.mark.parametrize(("device", "index"), [("cpu", -1), ("cuda:1", 1)])
+def test_a_package_can_be_recorded_on_the_device_of_its_artifact(device, index, packaged, monkeypatch):
+    """With the locks of several threads it could not be part of a CUDA graph."""
+    loaded, entered = [], []
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda path, *options: loaded.append(options))
+    monkeypatch.setattr(torch.cuda, "device", lambda given: contextlib.nullcontext(entered.append(given)))
+    artifact._package(packaged / "decode-1.aot.pt2", [], torch.device(device))
+    run_single_threaded, runners = True, 1
+    assert loaded == [("model", run_single_threaded, runners, index)]
+    assert entered == [index]
+
+
 def test_packages_share_the_weights(packaged):
     """No program holds a weight or anything pickled, and the package holds no weight."""
     for name in ("prefill.pt2", "decode-1.pt2"):
@@ -281,15 +297,25 @@ def transpose(folder):
     rehash(folder)
 
 
-def program_of_other_options(folder):
-    """The prefill of a model that compacts otherwise."""
-    path = folder / "prefill.pt2"
-    with zipfile.ZipFile(path) as archive:
-        content = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in content.items():
-            archive.writestr(name, data.replace(b'"as_int": 40', b'"as_int": 41'))
-    rehash(folder)
+def doctored(old, new):
+    """Replace bytes of the prefill, and make the manifest agree."""
+
+    def apply(folder):
+        path = folder / "prefill.pt2"
+        with zipfile.ZipFile(path) as archive:
+            content = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+        assert any(old in data for data in content.values())
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in content.items():
+                archive.writestr(name, data.replace(old, new))
+        rehash(folder)
+
+    return apply
+
+
+def calls(operator):
+    """Have the prefill call another operator in the place of silu."""
+    return doctored(b"torch.ops.aten.silu.default", f"torch.ops.{operator}.default".encode())
 
 
 def with_pickle(folder):
@@ -351,7 +377,12 @@ BAD = {
         consistent("ckv_config.json", lambda c: c["cache"].update(layers=3)),
         "takes keys as",
     ),
-    "a program of other options": (program_of_other_options, "compacts by another plan"),
+    "a program of other options": (doctored(b'"as_int": 40', b'"as_int": 41'), "compacts by another plan"),
+    "a program that writes a file": (calls("aten.save"), "its argument filename could be the name of a file"),
+    "a program that reads a file": (calls("aten.from_file"), "its argument filename could be the name of a file"),
+    "a program that prints": (calls("prim.Print"), r"torch\.ops\.prim\.Print\.default is not allowed"),
+    "a program that loads": (calls("debugprims.load_tensor"), r"debugprims\.load_tensor\.default is not allowed"),
+    "a program that calls what is no operator": (calls("aten.nothing"), "there is no operator"),
     "a pickle in a program": (with_pickle, "constant_0 is no part of a program"),
     "a config of another type": (
         consistent("config.json", lambda c: c.update(hidden_size="wide")),
@@ -433,6 +464,33 @@ def test_batch_sizes_that_are_not_served_are_refused(rows, model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("size", ["5XB", "5", "GB", "-1GB", "0.1 B", "0KB", "", 0, -1, 2.5, True, None])
+def test_sizes_of_files_that_are_none_are_refused_before_anything_is_exported(size, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(artifact.program, "export", None)
+    with pytest.raises(ConfigError, match=re.escape(f"max_shard_size={size!r}: pass a number of bytes")):
+        model.save_pretrained(tmp_path / "out", max_shard_size=size)
+    assert not list(tmp_path.iterdir())
+
+
+@torch.library.custom_op("another_library::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@double.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_a_model_that_calls_another_library_is_not_saved(tmp_path):
+    model = decoder()
+    model.tokens.register_forward_hook(lambda module, args, output: double(output))
+    model = ckv_compile.transform(model, **OPTIONS)
+    with pytest.raises(ArtifactError, match=r"cannot be saved.*another_library\.double\.default is not allowed"):
+        model.save_pretrained(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_but_an_artifact_is_replaced(model, copy, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo").write_text("keep")
@@ -461,8 +519,9 @@ def quick_save(model, monkeypatch, copy):
     return model.save_pretrained
 
 
-def test_weights_are_cut_into_files_of_a_size(quick_save, model, copy, prompt):
-    quick_save(copy, max_shard_size="100KB")
+@pytest.mark.parametrize("size", ["100KB", " 0.1 mb", 100_000])
+def test_weights_are_cut_into_files_of_a_size(size, quick_save, model, copy, prompt):
+    quick_save(copy, max_shard_size=size)
     assert len(list(copy.glob("model-*.safetensors"))) > 1
     assert not (copy / "model.safetensors").exists()  # the artifact that was there is gone as a whole
     assert torch.equal(generate(ckv_compile.load(copy, compile="eager"), prompt(70)), generate(model, prompt(70)))
@@ -472,7 +531,7 @@ def test_a_killed_save_leaves_the_old_one_or_none(quick_save, copy, monkeypatch)
     """Killed before each call that changes the disk in a way that others see."""
     (copy / "config.json").write_bytes((copy / "config.json").read_bytes() + b" ")  # tells the old one from the new
     rehash(copy)
-    old = digests(copy)
+    old, original = digests(copy), shutil.copytree(copy, copy.with_name("original"))
     calls = {"left": 0}
 
     def mortal(real):
@@ -503,6 +562,10 @@ def test_a_killed_save_leaves_the_old_one_or_none(quick_save, copy, monkeypatch)
                 copy.with_name(".copy.former").rename(copy)
             elif outcomes[-1] == "new":
                 ckv_compile.load(copy, compile="eager")
+                quick_save(copy)
+                assert not copy.with_name(".copy.former").exists()
+                shutil.rmtree(copy)
+                shutil.copytree(original, copy)
     assert set(outcomes) >= {"old", "none"}
     assert outcomes == sorted(outcomes, key=["old", "none", "new"].index)
     assert digests(copy) != old
@@ -512,6 +575,58 @@ def test_the_next_save_recovers_from_a_killed_one(quick_save, copy):
     copy.rename(copy.with_name(".copy.former"))
     quick_save(copy)
     assert [path.name for path in copy.parent.iterdir()] == ["copy"]
+    ckv_compile.load(copy, compile="eager")
+
+
+def spoiled_folder(folder):
+    """A folder that an artifact once was, and somebody's file."""
+    folder.mkdir(exist_ok=True)
+    (folder / "notes").write_text("keep")
+
+
+@pytest.mark.parametrize("name", ["copy", ".copy.former"])
+def test_what_is_put_in_a_place_while_a_save_writes_is_kept(name, quick_save, copy, monkeypatch):
+    mine, write = copy.with_name(name), artifact._write
+
+    def slow(*arguments):
+        write(*arguments)
+        spoiled_folder(mine)
+
+    monkeypatch.setattr(artifact, "_write", slow)
+    with pytest.raises(ArtifactError, match=r"also holds notes|\.copy\.former holds files and is no artifact"):
+        quick_save(copy)
+    assert (mine / "notes").read_text() == "keep"
+    assert {path.name for path in copy.parent.iterdir()} == {"copy", name}
+    ckv_compile.load(copy, compile="eager")
+
+
+@pytest.mark.parametrize("target", ["with an artifact", "without one"])
+@pytest.mark.parametrize("former", ["a folder", "a file"])
+def test_a_former_one_that_is_no_artifact_is_neither_restored_nor_deleted(target, former, quick_save, copy):
+    aside = copy.with_name(".copy.former")
+    spoiled_folder(aside) if former == "a folder" else aside.write_text("keep")
+    if target == "without one":
+        shutil.rmtree(copy)
+    with pytest.raises(ArtifactError, match=r"\.copy\.former (holds files and is no artifact|is a file)"):
+        quick_save(copy)
+    assert (aside / "notes" if former == "a folder" else aside).read_text() == "keep"
+    assert copy.exists() == (target == "with an artifact")
+
+
+def test_a_save_that_is_killed_while_it_deletes_does_not_stop_the_next(quick_save, copy, monkeypatch):
+    deletes = shutil.rmtree
+
+    def killed(folder, **options):
+        if ".former" in folder.name:
+            (folder / artifact.MANIFEST).unlink()
+            raise Killed
+        deletes(folder, **options)
+
+    monkeypatch.setattr(artifact.shutil, "rmtree", killed)
+    with pytest.raises(Killed):
+        quick_save(copy)
+    monkeypatch.setattr(artifact.shutil, "rmtree", deletes)
+    quick_save(copy)
     ckv_compile.load(copy, compile="eager")
 
 

@@ -5,6 +5,7 @@ import torch
 from conftest import cache_of, tiny_model
 
 import ckv_compile
+from ckv_compile import model as model_module
 from ckv_compile.runtime import decode_loop
 
 pytestmark = [
@@ -95,6 +96,30 @@ def test_rows_that_end_early_in_calls_that_replay_one_recording(prompt):
         end = row.index(options["eos_token_id"], 50) + 1 if options["eos_token_id"] in row[50:] else length
         positions.append(min(end, length - 1))
     assert cache_of(out).state.position.tolist() == positions
+
+
+def test_a_loaded_package_is_recorded_and_gives_the_tokens_of_the_model(tmp_path, prompt):
+    """Compiled ahead of time with its kernels inside; the second call replays what the first recorded."""
+    ours, ids = ckv_compile.transform(tiny_model().cuda(), compile="eager", **SMALL), prompt(60).cuda()
+    expected = ours.generate(ids, max_new_tokens=30, do_sample=False)
+    ours.save_pretrained(tmp_path / "out", aot=[1])
+    loaded = ckv_compile.load(tmp_path / "out", compile="aot")
+    for _ in range(2):
+        assert torch.equal(loaded.generate(ids, max_new_tokens=30, do_sample=False), expected)
+    ((step,),) = loaded._steps.values()
+    assert step._replay is not None
+
+
+def test_the_backend_recorded_by_inductor_gives_the_tokens_of_transform(prompt):
+    torch._dynamo.reset()
+    model, ids = tiny_model().cuda(), prompt(60).cuda()
+    greedy = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
+    expected = ckv_compile.transform(model, compile="eager", **SMALL).generate(ids, **greedy)
+    cache = ckv_compile.cache_for(model, **SMALL)
+    model.forward = torch.compile(model.forward, backend="ckv", mode="reduce-overhead")
+    for _ in range(2):
+        cache.reset()
+        assert torch.equal(model.generate(ids, **{model_module._CACHE_NAME: cache}, **greedy), expected)
 
 
 def test_memory_is_flat_over_steps(prompt):
