@@ -335,7 +335,7 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
         Raises:
             ArtifactError: if the folder holds something else, or the model has what the format cannot hold.
-            ConfigError: for batch sizes that this model does not serve.
+            ConfigError: for batch sizes that this model does not serve, or a size that is none.
             CompileError: if a step cannot be compiled here.
             ConcurrentUseError: if another thread is using this model.
             OSError: if a file cannot be written.
