@@ -40,7 +40,7 @@ def tiny_tokenizer(template=TEMPLATE):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _log_level():
     """Commands set how much is logged in a process, which is their own otherwise."""
     log = logging.getLogger("ckv_compile")

@@ -86,7 +86,7 @@ def test_memory_of_a_prompt_in_chunks_does_not_depend_on_its_length():
         return float(run.stdout.split()[-1])
 
     assert growth(512, 4096, 32768) < 8
-    assert growth(None, 2048, 16384) > 40  # what it would be without: the hidden states of 14k tokens alone take more
+    assert growth(None, 2048, 16384) > 16  # what it would be without; 29 to 46, as the allocator keeps what it has
 
 
 def test_sixty_thousand_tokens_leave_memory_flat_and_the_accounts_true():
