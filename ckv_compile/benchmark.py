@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTra
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from ckv_compile.cache import ClusteredCache
+from ckv_compile.cache import ClusteredCache, cache_of
 from ckv_compile.errors import CKVError
 from ckv_compile.evaluation import evaluate, text_of
 from ckv_compile.loading import SMOLLM2, load_model
@@ -82,7 +82,7 @@ def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options
         **options,
     )
     prefill, *steps = [after - before for before, after in itertools.pairwise(clock.times)]
-    return Timing(prefill, steps, cache_bytes(output.get("cache", output.get("past_key_values"))))
+    return Timing(prefill, steps, cache_bytes(cache_of(output)))
 
 
 def cache_bytes(cache: Cache) -> int:
@@ -271,7 +271,7 @@ def _step_alone(model: CKVForCausalLM, prompt: Tensor, memory: Memory) -> tuple[
     """Median seconds of a decode step without transformers' loop, and of its clustered attention alone."""
     shape, plan = model.cache_shape, dataclasses.asdict(model.ckv_config.schedule)
     output = model(prompt)
-    cache = output.get("cache", output.get("past_key_values"))
+    cache = cache_of(output)
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     q = torch.randn(1, heads, 1, shape.head_dim, dtype=shape.dtype)
     k = q[:, : shape.kv_heads]

@@ -65,6 +65,11 @@ class CacheState(NamedTuple):
         return CacheState(*(tensor[index : index + 1] for tensor in self))
 
 
+def cache_of(output: Any) -> Any:
+    """The cache in an output of transformers, which renames `past_key_values` to `cache`."""
+    return output.get("cache", output.get("past_key_values"))
+
+
 class ClusteredCache(Cache):  # type: ignore[misc]
     """A clustered KV cache of fixed size, passed and returned as transformers' cache.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ckv_compile.cache import cache_of
 from ckv_compile.errors import InputError
 from ckv_compile.model import transform
 
@@ -62,7 +63,7 @@ def evaluate(
     for budget in budgets:
         ours = transform(model, budget=budget, compile="eager", **options)
         output = ours(prompt)
-        cache = output.get("cache", output.get("past_key_values"))
+        cache = cache_of(output)
         logits = [output.logits]
         for token in rest[:, :-1].split(1, dim=1):
             logits.append(ours(token, past_key_values=cache).logits)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ckv_compile.cache import CacheShape, CacheState, ClusteredCache
+from ckv_compile.cache import CacheShape, CacheState, ClusteredCache, cache_of
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import CKVError, UnsupportedModelError
 
@@ -135,7 +135,7 @@ def footprint_of(model: PreTrainedModel) -> Footprint:
     with torch.no_grad(), _Attentions() as attentions:
         output = model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=True)
     layers = []
-    for layer in output.get("cache", output.get("past_key_values")).layers:
+    for layer in cache_of(output).layers:
         if isinstance(layer, DynamicLayer):
             window = layer.sliding_window if layer.is_sliding else 0
             layers.append(Layer(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window))
