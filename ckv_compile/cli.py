@@ -795,7 +795,7 @@ def _task_tables(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Table]]:
         task, length, protocol = prompt
         title = (
             f"{task}, {length:,} tokens, question {protocol}, {own[0]['samples']} samples: full cache "
-            f"{cells['full', None]}{'' if own[0]['says_something'] else ', so it says nothing'}"
+            f"{cells['full', None]}{'' if own[0]['says_something'] else ', so it says nothing: below 70%'}"
         )
         methods = list(dict.fromkeys(method for method, _ in cells if method != "full"))
         table = [[method, *(cells[method, budget] for budget in budgets)] for method in methods]

@@ -86,23 +86,14 @@ class Reader:
     Args:
         model: the original model, in evaluation mode.
         longest: tokens of the longest prompt and its reply.
-        methods: those that are used, with OURS among them or not.
         **options: fields of `CKVConfig`, but not its budget and interval: nothing is compacted in a reply.
 
     Raises:
-        ConfigError: for an option or a method that does not exist.
+        ConfigError: for a bad option.
         UnsupportedModelError: if the model cannot be transformed.
     """
 
-    def __init__(self, model: PreTrainedModel, longest: int, methods: Iterable[str], **options: Any) -> None:
-        for method in methods:
-            if method not in (OURS, *METHODS):
-                raise ConfigError(f"method {method!r}: choose among {', '.join((OURS, *METHODS))}")
-        if "interval" in options:
-            raise ConfigError(
-                f"interval={options['interval']!r}: the methods are compared without compactions behind the prompt; "
-                "leave it out"
-            )
+    def __init__(self, model: PreTrainedModel, longest: int, **options: Any) -> None:
         self.original = model
         self.options = options
         self.model = transform(model, budget=longest, interval=1, compile="eager", **options)
@@ -269,10 +260,9 @@ def run(
         for length in lengths
         for seed, depth in zip(range(samples), itertools.cycle(depths))
     ]
-    for length, budget in itertools.product(lengths, budgets):
-        CKVConfig(budget=slots_of(budget, length), interval=1, **options)  # what the product refuses, for all methods
+    _check(methods, {slots_of(budget, length) for length in lengths for budget in budgets}, options)
     longest = max(length + sample.reply for _, length, _, _, sample in prompts)
-    reader = Reader(model, longest, methods, **options)
+    reader = Reader(model, longest, **options)
     chosen: dict[tuple[str, int | float | None], None] = {(FULL, None): None}  # in this order, each once
     chosen |= dict.fromkeys((method, budget) for method in methods if method != FULL for budget in budgets)
     for task, length, depth, seed, sample in prompts:
@@ -285,6 +275,19 @@ def run(
                 found = score(sample.answers, reply)
                 outcomes.append(Outcome(task, length, depth, seed, protocol, method, kept, found, reply))
         yield outcomes
+
+
+def _check(methods: Iterable[str], slots: Iterable[int], options: dict[str, Any]) -> None:
+    """Refuse methods that do not exist, and for all of them the budgets and options that the product refuses."""
+    for method in methods:
+        if method not in (OURS, *METHODS):
+            raise ConfigError(f"method {method!r}: choose among {', '.join((OURS, *METHODS))}")
+    if "interval" in options:
+        raise ConfigError(
+            f"interval={options['interval']!r}: methods are compared without later compactions; leave it out"
+        )
+    for each in slots:
+        CKVConfig.from_options({**options, "budget": each, "interval": 1})
 
 
 def _replies(
@@ -345,9 +348,8 @@ def predict(
     if not 0 < predicted < text.shape[1]:
         raise InputError(f"{predicted} tokens to predict of a text of {text.shape[1]}: predict at least 1, and fewer")
     prompt, rest = text[:, :-predicted], text[:, -predicted:]
-    for each in compressions:
-        CKVConfig(budget=each.slots, interval=1, **options)  # what the product refuses, for all methods
-    reader = Reader(model, text.shape[1], {each.method for each in compressions}, **options)
+    _check({each.method for each in compressions}, {each.slots for each in compressions}, options)
+    reader = Reader(model, text.shape[1], **options)
     whole = Compression(FULL, prompt.shape[1])
     first, (rows,) = reader.prefill(prompt, [prompt.shape[1]], [whole, *compressions])
     full: Tensor | None = None

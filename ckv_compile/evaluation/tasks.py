@@ -34,6 +34,10 @@ _JOBS = (
     "baker", "carpenter", "dentist", "farmer", "gardener", "lawyer", "nurse", "painter", "pilot", "plumber",
     "singer", "teacher",
 )
+_NAMES = (
+    "Alice", "Bruno", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jonas", "Karen", "Louis",
+    "Maria", "Nina", "Oscar", "Paula",
+)
 # fmt: on
 _NOISE = (
     " The river is slow.",
@@ -42,9 +46,10 @@ _NOISE = (
     " We walk up and down again.",
     " The evening is long.",
 )
-_NEEDLES = 4  # of the tasks with several
-_VALUES = 2  # of one key, or keys that are asked
-_HOPS = 2  # of a chain of variables
+_KEYS = 2  # of the tasks in which a needle has a key among others
+_RECORDS = 3  # of UUIDs and people
+_VALUES = 2  # of one key
+_HOPS = 1  # of a chain of variables
 _COMMON = 3  # words that are asked, of the tasks that count words
 _LONGEST_SENTENCE = 200  # characters
 _MARGIN = 8  # tokens of a reply beside its answers
@@ -206,7 +211,7 @@ def _needle_in_essay(rng: random.Random) -> _Text:
 
 
 def _multi_key(rng: random.Random) -> _Text:
-    return _needle(rng, _essay(rng), _NEEDLES)
+    return _needle(rng, _essay(rng), _KEYS)
 
 
 def _multi_value(rng: random.Random) -> _Text:
@@ -223,22 +228,22 @@ def _multi_value(rng: random.Random) -> _Text:
 
 
 def _multi_query(rng: random.Random) -> _Text:
-    things = _things(rng, _NEEDLES)
+    things = _things(rng, _KEYS)
     numbers = [_number(rng) for _ in things]
-    asked = " and ".join(f"the {thing}" for thing in things[:_VALUES])
+    asked = " and ".join(f"the {thing}" for thing in things)
     return _Text(
         intro=_SECRETS,
         needles=[_secret(thing, number) for thing, number in zip(things, numbers, strict=True)],
         filler=_essay(rng),
         question=f"\nWhat are the secret numbers of {asked} in this text?",
         reply=f"The secret numbers of {asked} are",
-        answers=tuple(numbers[:_VALUES]),
+        answers=tuple(numbers),
     )
 
 
 def _variables(rng: random.Random) -> _Text:
     """Variable tracking: which ones have a value, that all but the first take from the one before."""
-    names = ["".join(rng.choices("ABCDEFGHKLMNPRSTUVWXYZ", k=4)) for _ in range(_HOPS + 1)]
+    names = ["".join(rng.choices("ABCDEFGHKLMNPRSTUVWXYZ", k=3)) for _ in range(_HOPS + 1)]
     value = str(rng.randrange(10**4, 10**5))
     chain = [f" VAR {names[0]} = {value}."]
     chain += [f" VAR {name} = VAR {source}." for source, name in itertools.pairwise(names)]
@@ -246,8 +251,8 @@ def _variables(rng: random.Random) -> _Text:
         intro="Follow the variables that are assigned in this text.\n",
         needles=chain,
         filler=itertools.cycle(_NOISE),
-        question=f"\nWhich {len(names)} variables have the value {value}, directly or through another variable?",
-        reply=f"The {len(names)} variables that have the value {value} are",
+        question=f"\nWhich variables have the value {value}, directly or through another variable?",
+        reply=f"The variables that have the value {value} are VAR",
         answers=tuple(names),
         in_order=True,
     )
@@ -289,14 +294,15 @@ def _counted(which: str, words: list[str], filler: Iterator[str]) -> _Text:
     )
 
 
-def _records(intro: str, records: Iterator[tuple[str, str]], question: str) -> _Text:
-    """Lines of a key and its value, the first one of which is asked."""
-    key, value = next(records)
+def _records(rng: random.Random, records: Iterator[tuple[str, str]], count: int) -> _Text:
+    """Lines of a key and its value, the first one of which is asked: by how the reply begins, and nowhere else."""
+    pairs = list(itertools.islice(records, count))
+    key, value = pairs[0]
     return _Text(
-        intro=intro,
-        needles=[f"\n{key}: {value}"],
-        filler=(f"\n{key}: {value}" for key, value in records),
-        question="\n" + question.format(key=key),
+        intro="Remember the keys and their values in this text.\n",
+        needles=[f"\n{key}: {value}\n" for key, value in pairs],
+        filler=_essay(rng),
+        question="\nSay one of the keys and its value again.",
         reply=f"{key}:",
         answers=(value,),
     )
@@ -304,28 +310,24 @@ def _records(intro: str, records: Iterator[tuple[str, str]], question: str) -> _
 
 def _uuid(rng: random.Random) -> _Text:
     ids = (str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in itertools.repeat(None))
-    return _records("These are keys and their values.", zip(ids, ids, strict=True), "What is the value of {key}?")
+    return _records(rng, zip(ids, ids, strict=True), _RECORDS)
 
 
 def _recall(rng: random.Random) -> _Text:
     """Few-shot recall: the records are the examples of what comes behind the key that is asked."""
     words = _words(rng)
-    return _records("Learn these pairs of words.", zip(words, words, strict=True), "Which word belongs to {key}?")
+    return _records(rng, zip(words, words, strict=True), _KEYS)
 
 
 def _documents(rng: random.Random) -> _Text:
     """Questions about one of several people who do not exist."""
-    names = (word.capitalize() for word in _words(rng))
-
-    def document(name: str, town: str) -> str:
-        job = rng.choice(_JOBS)
-        return f"\n\n{name} was born in {town}. {name} works as a {job} and likes the {_things(rng, 1)[0]}."
-
-    name, town = next(names), next(names)
+    towns = (word.capitalize() for word in itertools.islice(_words(rng), _RECORDS))
+    people = list(zip(rng.sample(_NAMES, _RECORDS), towns, rng.sample(_JOBS, _RECORDS), strict=True))
+    name, town, _ = people[0]
     return _Text(
-        intro="These documents are about people.",
-        needles=[document(name, town)],
-        filler=(document(*pair) for pair in zip(names, names, strict=True)),
+        intro="Read these documents.",
+        needles=[f"\n\n{name} was born in {town}. {name} works as a {job}.\n\n" for name, town, job in people],
+        filler=_essay(rng),
         question=f"\n\nIn which town was {name} born?",
         reply=f"{name} was born in",
         answers=(town,),
