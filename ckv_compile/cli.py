@@ -93,6 +93,8 @@ def main(
 
     What does a budget cost in quality? `ckv eval MODEL --budget 25%`
 
+    Does it still find what stood in the prompt? `ckv eval MODEL --task needle --method ours --method snapkv`
+
     Ask about a long file: `ckv generate MODEL "What is new?" --file NEWS --budget 2048`
 
     Talk: `ckv chat MODEL --budget 2048`

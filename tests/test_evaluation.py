@@ -239,7 +239,7 @@ def test_rows_of_a_reader_hold_what_their_methods_kept(prompt):
         assert torch.equal(row.window_keys, whole.state.window_keys)
         torch.testing.assert_close(row.keys[0, :, :, :SINK], whole.state.keys[0, :, :, :SINK])
     batches = list(reader.batches(long))
-    assert [cache.batch_size for _, cache in batches] == [4] * 5
+    assert [cache.batch_size for cache in batches] == [4] * 5
     # A row reads the turn and generates as it does alone.
     turn = prompt(5, seed=1)
     replies = reader.reply(long, turn, None, 6)

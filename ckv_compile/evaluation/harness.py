@@ -151,11 +151,11 @@ class Reader:
         cache.columns = int(rows[0].position)
         return cache
 
-    def batches(self, rows: Sequence[CacheState]) -> Iterator[tuple[int, ClusteredCache]]:
-        """Caches of as many rows as the reader takes at once, each with the index of its first row."""
+    def batches(self, rows: Sequence[CacheState]) -> Iterator[ClusteredCache]:
+        """Put rows into caches of as many as the reader takes at once."""
         most = self.model.ckv_config.max_batch_size
         for start in range(0, len(rows), most):
-            yield start, self.cache_of(rows[start : start + most])
+            yield self.cache_of(rows[start : start + most])
 
     def reply(
         self, rows: Sequence[CacheState], turn: Tensor | None, logits: Tensor | None, tokens: int
@@ -167,13 +167,13 @@ class Reader:
             turn: [1, S] int64, tokens that every row reads first; or None.
             logits: [1, 1, vocab], of the last token that the rows have read, where there is no turn.
             tokens: to generate, also behind the end of a reply.
+
+        Returns:
+            The tokens of every row.
         """
-        assert (turn is None) != (logits is None)
         replies: list[list[int]] = []
-        for _, cache in self.batches(rows):
-            found = logits
-            if turn is not None:
-                found = self.model(turn.expand(cache.batch_size, -1), cache=cache).logits
+        for cache in self.batches(rows):
+            found = logits if turn is None else self.model(turn.expand(cache.batch_size, -1), cache=cache).logits
             assert found is not None
             new = [found[:, -1].argmax(dim=-1, keepdim=True).expand(cache.batch_size, -1)]
             while len(new) < tokens:
@@ -307,15 +307,8 @@ def _replies(
     for protocol, rows in zip(protocols, states, strict=True):
         inside = protocol == "inside"
         found = reader.reply(rows, None if inside else ids[:, known:], logits if inside else None, sample.reply)
-        yield (
-            protocol,
-            [
-                tokenizer.decode(
-                    list(itertools.takewhile(lambda token: token not in ends, reply)), skip_special_tokens=True
-                )
-                for reply in found
-            ],
-        )
+        said = [list(itertools.takewhile(lambda token: token not in ends, reply)) for reply in found]
+        yield protocol, [tokenizer.decode(reply, skip_special_tokens=True) for reply in said]
 
 
 def _ends(model: CKVForCausalLM, tokenizer: Any) -> set[int]:
@@ -353,16 +346,16 @@ def predict(
     whole = Compression(FULL, prompt.shape[1])
     first, (rows,) = reader.prefill(prompt, [prompt.shape[1]], [whole, *compressions])
     full: Tensor | None = None
-    for _, cache in reader.batches(rows):
+    for cache in reader.batches(rows):
         logits = [first.expand(cache.batch_size, -1, -1)]
         for token in rest[:, :-1].split(1, dim=1):
             logits.append(reader.model(token.expand(cache.batch_size, -1), cache=cache).logits)
-        found = torch.cat(logits, dim=1).float().log_softmax(dim=-1)
         for b in range(cache.batch_size):
+            found = torch.cat([step[b] for step in logits]).float().log_softmax(dim=-1)
             if full is None:
-                full = found[0]
+                full = found
                 continue
-            yield quality_of(found[b], full, rest[0])
+            yield quality_of(found, full, rest[0])
 
 
 def summarise(outcomes: Iterable[Outcome]) -> list[Row]:

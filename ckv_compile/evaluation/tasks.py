@@ -104,8 +104,10 @@ def make(kind: str, tokenizer: Any, length: int, depth: float, seed: int) -> Sam
     if room < 0:
         raise InputError(f"length={length}: a prompt of the task {kind!r} has at least {length - room} tokens")
     pieces: list[list[int]] = []
-    while (missing := room - sum(map(len, pieces))) > 0:
+    missing = room
+    while missing:
         pieces.append(_tokens(tokenizer, next(text.filler))[:missing])
+        missing -= len(pieces[-1])
     places = [(depth + i / len(needles)) % 1.0 if i else depth for i in range(len(needles))]
     places = sorted(places) if text.in_order else places
     return Sample(
