@@ -35,6 +35,20 @@ SHARES = (0.5, 0.25)
 _CHUNK = 1024  # of the column that shows what chunks would save
 _UNITS = {"": 1} | {f"{prefix}B": 1000**i for i, prefix in enumerate(["", *"KMGT"])}
 _UNITS |= {f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", start=1)}
+TASKS = (
+    "needle",
+    "needle-essay",
+    "multi-key",
+    "multi-value",
+    "multi-query",
+    "variables",
+    "common-words",
+    "frequent-words",
+    "uuid",
+    "recall",
+    "documents",
+)
+METHODS = ("ours", "full", "streaming", "h2o", "snapkv", "tova", "key-norm", "keydiff", "expected-attention", "kmeans")
 _CHAT_COMMANDS = "/reset, /save FILE, /load FILE, /stats, /exit"
 
 
@@ -76,6 +90,8 @@ def main(
 
     What does a budget cost in quality? `ckv eval MODEL --budget 25%`
 
+    Does it still find what stood in the prompt? `ckv eval MODEL --task needle --method ours --method snapkv`
+
     Ask about a long file: `ckv generate MODEL "What is new?" --file NEWS --budget 2048`
 
     Talk: `ckv chat MODEL --budget 2048`
@@ -97,6 +113,20 @@ def _budget(text: str | Budget) -> Budget:
         raise typer.BadParameter(
             f"{text!r} is no budget: pass slots (1024) or a share of the context (0.25, 25%)"
         ) from None
+
+
+def _task(text: str) -> str:
+    return _one_of(TASKS, text)
+
+
+def _method(text: str) -> str:
+    return _one_of(METHODS, text)
+
+
+def _one_of(known: Sequence[str], text: str) -> str:
+    if text not in known:
+        raise typer.BadParameter(f"{text!r}: choose one of {', '.join(known)}")
+    return text
 
 
 def _bytes(text: str | int) -> int:
@@ -552,47 +582,167 @@ def bench(
 @_takes_config("budget")
 def eval_(
     model: Source,
+    task: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_task,
+            metavar="TASK",
+            help=f"What to find again in a context: {', '.join(TASKS)}. Repeatable.",
+            show_default="none: a text is predicted",
+        ),
+    ] = None,
+    method: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_method,
+            metavar="METHOD",
+            help=f"How the cache is compressed: {', '.join(METHODS)}. Repeatable.",
+            show_default="ours",
+        ),
+    ] = None,
     budget: Budgets = None,
-    file: Annotated[Path | None, typer.Option(help="A text.", show_default="the Python language reference")] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens of the text that are used.")] = 4096,
-    tokens: Annotated[int, typer.Option(min=1, help="How many of them, the last ones, are predicted.")] = 256,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Of tasks: tokens of a prompt. Repeatable.", show_default="1024"),
+    ] = None,
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Of tasks: where the needle stands, from 0 to 1. The samples take them in turn. Repeatable.",
+            show_default="0, 0.25, 0.5, 0.75, 1",
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Of tasks: prompts of each task and length.", show_default="20")
+    ] = None,
+    protocol: Annotated[
+        Literal["inside", "after", "both"] | None,
+        typer.Option(
+            help="Of tasks: whether the question is inside the compressed prompt, or comes after it.",
+            show_default="both",
+        ),
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="A text to predict.", show_default="the Python reference")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of the text that are used.", show_default="4096")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many of them, the last ones, are predicted.", show_default="256"),
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
     options: Any = None,
 ) -> None:
-    """Measure what budgets cost in quality: a text's next tokens, predicted after its compressed beginning.
+    """Measure what budgets cost in quality, and what other methods would.
 
-    Perplexity is that of the real tokens, KL that to the full cache in nats a token, and "same first" how often both
-    rank the same token first. A share is one of --context. One text says little: differences between texts are large.
+    Without a task: a text's next tokens, predicted after its compressed beginning. Perplexity is that of the real
+    tokens, KL that to the full cache in nats a token, and "same first" how often both rank the same token first. A
+    share is one of --context. One text says little: differences between texts are large.
+
+    With tasks: prompts of an exact length, whose answers stand in the context. Cells are mean scores with their 95 %
+    intervals. A task says nothing where the full cache is below 70 %. A share is one of --length.
+
+    A budget is what is kept. All methods get the same prompts, and keep the first --n-sink and the last --n-recent
+    tokens. With a task or a method nothing is compacted again after the prompt, so that only its compression counts.
+
+    Example: `ckv eval smollm2 --task needle --task uuid --method ours --method snapkv --budget 50% --samples 10`
     """
+    of_tasks = {"--length": length, "--depth": depth, "--samples": samples, "--protocol": protocol}
+    of_text = {"--file": file, "--context": context, "--tokens": tokens}
+    for name, value in (of_text if task else of_tasks).items():
+        if value is not None:
+            raise typer.BadParameter(f"{name} is for {'a text: leave --task out' if task else 'tasks: add a --task'}")
     text = None if file is None else _text(file.read_bytes(), str(file))
     budgets: Sequence[Budget] = budget or SHARES
-    _check_budgets([context, *budgets], context, options)
+    contexts = (length or [1024]) if task else [context or 4096]
+    compared = bool(task or method)  # nothing is then compacted later on
+    _check_budgets([max(contexts), *budgets], min(contexts), {"interval": 1} | options if compared else options)
     _quiet()
 
-    from ckv_compile.evaluation import evaluate, text_of
     from ckv_compile.loading import check_device, load_model
-    from ckv_compile.plan import slots_of
 
     if device is not None:
         check_device(device)
     with render.busy("loading"):
         original, tokenizer = load_model(model, _torch_dtype(dtype or "auto"))
         original = original.to(device or "cpu")
-    ids = text_of(tokenizer, context, text).to(original.device)
-    names = {"100%": context} | {render.label(each): slots_of(each, context) for each in budgets}
-    rows = []
-    with render.bar("budgets") as show:
-        show(0, len(names))
-        found = evaluate(original, ids, list(names.values()), tokens, **options)
-        for (name, slots), quality in zip(names.items(), found, strict=True):
-            rows.append({"kept": name, "slots": slots, **quality._asdict()})
-            show(len(rows), len(names))
-    if as_json:
-        render.print_json({"model": model, "context": context, "tokens": tokens, "rows": rows})
+    if task:
+        protocols = ("inside", "after") if protocol in (None, "both") else (protocol,)
+        document = _eval_tasks(
+            original,
+            tokenizer,
+            *(task, method or ["ours"], budgets),
+            lengths=contexts,
+            depths=depth or [0.0, 0.25, 0.5, 0.75, 1.0],
+            samples=samples or 20,
+            protocols=protocols,
+            **options,
+        )
     else:
-        render.qualities(rows)
+        document = _eval_text(original, tokenizer, text, method, budgets, contexts[0], tokens or 256, options)
+    if as_json:
+        render.print_json({"model": model, **document})
+    elif task:
+        render.scores(document["rows"])
+    else:
+        render.qualities(document["rows"])
+
+
+def _eval_text(
+    original: Any,
+    tokenizer: Any,
+    text: str | None,
+    methods: Sequence[str] | None,
+    budgets: Sequence[Budget],
+    context: int,
+    tokens: int,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Predict the end of a text by the product as it is, or by methods that are compared without compactions."""
+    from ckv_compile.evaluation import evaluate, text_of
+    from ckv_compile.evaluation.harness import Compression, predict
+    from ckv_compile.plan import slots_of
+
+    ids = text_of(tokenizer, context, text).to(original.device)
+    names: dict[str, int] = {render.label(each): slots_of(each, context) for each in budgets}
+    cells = [(method, name) for method in methods or ["ours"] if method != "full" for name in names]
+    if methods:
+        compressions = [Compression("full", context), *(Compression(method, names[name]) for method, name in cells)]
+        found = predict(original, ids, compressions, tokens, **options)
+    else:
+        found = evaluate(original, ids, [context, *names.values()], tokens, **options)
+    rows: list[dict[str, Any]] = []
+    with render.bar("budgets") as show:
+        show(0, len(cells) + 1)
+        for (method, name), quality in zip([("full", "100%"), *cells], found, strict=True):
+            slots = names.get(name, context) if method != "full" else context
+            rows.append({"method": method, "kept": name, "slots": slots, **quality._asdict()})
+            show(len(rows), len(cells) + 1)
+    return {"context": context, "tokens": tokens, "rows": rows}
+
+
+def _eval_tasks(
+    original: Any, tokenizer: Any, tasks: Sequence[str], methods: Sequence[str], budgets: Sequence[Budget], **how: Any
+) -> dict[str, Any]:
+    """Run methods on tasks."""
+    from ckv_compile.evaluation.harness import run, summarise
+
+    outcomes = []
+    with render.bar("prompts") as show:
+        done, total = 0, len(tasks) * len(how["lengths"]) * how["samples"]
+        show(done, total)
+        for found in run(original, tokenizer, tasks, methods, budgets, **how):
+            outcomes += found
+            done += 1
+            show(done, total)
+    return {
+        "rows": [row._asdict() for row in summarise(outcomes)],
+        "outcomes": [outcome._asdict() for outcome in outcomes],
+    }
 
 
 class _Watch:

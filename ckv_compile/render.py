@@ -89,9 +89,10 @@ def plan(document: dict[str, Any], chunk: int) -> None:
 
 
 def qualities(rows: Iterable[dict[str, Any]]) -> None:
-    """Print what budgets cost."""
+    """Print what methods and budgets cost in predicting a text."""
     cells = [
         [
+            row["method"],
             row["kept"],
             f"{row['slots']:,}",
             f"{row['perplexity']:.2f}",
@@ -100,7 +101,26 @@ def qualities(rows: Iterable[dict[str, Any]]) -> None:
         ]
         for row in rows
     ]
-    _stdout().print(_table(["kept", "slots", "perplexity", "KL", "same first"], cells))
+    _stdout().print(_table(["method", "kept", "slots", "perplexity", "KL", "same first"], cells))
+
+
+def scores(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table for every task, length and protocol: methods down, budgets across."""
+    prompts = list(dict.fromkeys((row["task"], row["length"], row["protocol"]) for row in rows))
+    budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"] is not None))
+    for prompt in prompts:
+        own = [row for row in rows if (row["task"], row["length"], row["protocol"]) == prompt]
+        cells = {
+            (row["method"], row["budget"]): f"{row['score']:.0%} ({row['low']:.0%} - {row['high']:.0%})" for row in own
+        }
+        task, length, protocol = prompt
+        title = (
+            f"{task}, {length:,} tokens, question {protocol}, {own[0]['samples']} samples: full cache "
+            f"{cells['full', None]}{'' if own[0]['says_something'] else ', so it says nothing: below 70%'}"
+        )
+        methods = list(dict.fromkeys(method for method, _ in cells if method != "full"))
+        table = [[method, *(cells[method, budget] for budget in budgets)] for method in methods]
+        _stdout().print(title, _table(["method", *map(label, budgets)], table), sep="\n")
 
 
 def plot(document: dict[str, Any], path: Path) -> None:

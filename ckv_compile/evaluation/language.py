@@ -67,9 +67,19 @@ def evaluate(
         logits = [output.logits]
         for token in rest[:, :-1].split(1, dim=1):
             logits.append(ours(token, past_key_values=cache).logits)
-        found = torch.cat(logits, dim=1)[0].float().log_softmax(dim=-1)
-        yield Quality(
-            perplexity=math.exp(-found.gather(1, rest.T).mean()),
-            kl=float((full.exp() * (full - found)).sum(dim=-1).mean()),
-            agreement=float((full.argmax(dim=-1) == found.argmax(dim=-1)).float().mean()),
-        )
+        yield quality_of(torch.cat(logits, dim=1)[0].float().log_softmax(dim=-1), full, rest[0])
+
+
+def quality_of(found: Tensor, full: Tensor, tokens: Tensor) -> Quality:
+    """Compare predictions with those of the full cache.
+
+    Args:
+        found: [n, vocabulary] log probabilities.
+        full: [n, vocabulary] log probabilities with the full cache.
+        tokens: [n] int64, the real ones.
+    """
+    return Quality(
+        perplexity=math.exp(-found.gather(1, tokens[:, None]).mean()),
+        kl=float((full.exp() * (full - found)).sum(dim=-1).mean()),
+        agreement=float((full.argmax(dim=-1) == found.argmax(dim=-1)).float().mean()),
+    )

@@ -1,0 +1,215 @@
+"""Ways to compress what a layer holds of a prompt: the methods that clustering is compared with.
+
+A method takes the exact queries, keys and values of one layer, as its attention saw them, and returns the slots that
+stay, `budget` of them for every KV head. **A budget is what is kept**, not what is removed. All methods keep the
+first `n_sink` and the last `n_recent` tokens as they are, and choose in between.
+
+Scores of query heads are averaged over those that share a KV head. All of this is float32.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_BLOCK = 256  # queries whose attention is held at once
+_OBSERVED = 32  # last queries that SnapKV looks at
+_POOL = 7  # neighbours that share SnapKV's largest score
+_ITERATIONS = 5  # of K-means
+
+
+class Layer(NamedTuple):
+    """The attention of one layer over a prompt of n tokens, of one row."""
+
+    q: Tensor  # [H, n, D]
+    k: Tensor  # [Hkv, n, D]
+    v: Tensor  # [Hkv, n, D]
+    scale: float
+    softcap: float
+    sinks: Tensor | None  # [H]
+
+    def until(self, length: int) -> "Layer":
+        """The same layer after its first `length` tokens."""
+        return self._replace(q=self.q[:, :length], k=self.k[:, :length], v=self.v[:, :length])
+
+
+class Keep(NamedTuple):
+    """How many slots stay, and which tokens are among them in any case."""
+
+    budget: int
+    n_sink: int
+    n_recent: int
+
+
+class Slots(NamedTuple):
+    """What stays of one layer."""
+
+    keys: Tensor  # [Hkv, m, D]
+    values: Tensor  # [Hkv, m, D]
+    degree: Tensor  # [Hkv, m] float32; tokens that a slot stands for
+
+
+Method = Callable[[Layer, Keep], Slots]
+
+
+def full(layer: Layer, keep: Keep) -> Slots:
+    """Everything: the full cache."""
+    return Slots(layer.k, layer.v, torch.ones(layer.k.shape[:2], device=layer.k.device))
+
+
+def streaming(layer: Layer, keep: Keep) -> Slots:
+    """Sinks and recent tokens alone: StreamingLLM (Xiao et al., 2023, arXiv 2309.17453)."""
+    kv_heads, tokens, _ = layer.k.shape
+    return _evicted(layer, keep, torch.arange(tokens, device=layer.k.device).float().expand(kv_heads, -1))
+
+
+def h2o(layer: Layer, keep: Keep) -> Slots:
+    """Tokens that all queries together attended to most: heavy hitters (H2O, Zhang et al., 2023, arXiv 2306.14048).
+
+    The scores are those of the whole prompt, and tokens are evicted once, behind it; H2O itself evicts at every token.
+    """
+    scores = torch.zeros(layer.k.shape[:2], device=layer.k.device)
+    for start in range(0, layer.q.shape[1], _BLOCK):
+        scores += _attention(layer, start, start + _BLOCK).sum(dim=1)
+    return _evicted(layer, keep, scores)
+
+
+def snapkv(layer: Layer, keep: Keep) -> Slots:
+    """Tokens that the last 32 queries attend to, with their neighbours (SnapKV, Li et al., 2024, arXiv 2404.14469).
+
+    A token has the largest score of the 7 tokens around it.
+    """
+    tokens = layer.q.shape[1]
+    scores = _attention(layer, max(0, tokens - _OBSERVED), tokens).sum(dim=1)
+    return _evicted(layer, keep, F.max_pool1d(scores, _POOL, stride=1, padding=_POOL // 2))
+
+
+def tova(layer: Layer, keep: Keep) -> Slots:
+    """Tokens that the last query attends to (TOVA, Oren et al., 2024, arXiv 2401.06104).
+
+    Each KV head chooses its own here, and once; in TOVA all heads of a layer keep the same tokens, chosen at every one.
+    """
+    tokens = layer.q.shape[1]
+    return _evicted(layer, keep, _attention(layer, tokens - 1, tokens)[:, 0])
+
+
+def key_norm(layer: Layer, keep: Keep) -> Slots:
+    """Tokens with the shortest keys, which attract attention (Devoto et al., 2024, arXiv 2406.11430)."""
+    return _evicted(layer, keep, -layer.k.float().norm(dim=-1))
+
+
+def keydiff(layer: Layer, keep: Keep) -> Slots:
+    """Tokens whose keys are least like the others' (KeyDiff, Park et al., 2025, arXiv 2504.15364).
+
+    That is a low cosine to the mean of all keys of the head, each scaled to length one.
+    """
+    unit = F.normalize(layer.k.float(), dim=-1)
+    return _evicted(layer, keep, -F.cosine_similarity(unit, unit.mean(dim=1, keepdim=True), dim=-1))
+
+
+def expected_attention(layer: Layer, keep: Keep) -> Slots:
+    """Tokens that a Gaussian query would attend to (Expected Attention, Devoto et al., 2025, arXiv 2510.00636).
+
+    With the mean m and covariance C of the queries of a head, E[exp(s q.k)] = exp(s m.k + s^2 k'Ck / 2). Divided by
+    its sum over the tokens, and times the length of the value, that is the score. Mean and covariance are those of the
+    prompt's queries behind the sinks, after RoPE; the paper takes them before, and averages RoPE over coming positions.
+    """
+    heads, tokens, _ = layer.q.shape
+    kv_heads = layer.k.shape[0]
+    queries = layer.q[:, min(keep.n_sink, tokens - 1) :].float()
+    mean = queries.mean(dim=1, keepdim=True)  # [H, 1, D]
+    centred = queries - mean
+    covariance = centred.mT @ centred / queries.shape[1]  # [H, D, D]
+    k = layer.k.float().repeat_interleave(heads // kv_heads, dim=0)  # [H, n, D]
+    exponent = layer.scale * (k @ mean.mT)[:, :, 0] + layer.scale**2 / 2 * ((k @ covariance) * k).sum(dim=-1)
+    expected = exponent.softmax(dim=-1).view(kv_heads, -1, tokens).mean(dim=1)
+    return _evicted(layer, keep, expected * layer.v.float().norm(dim=-1))
+
+
+def kmeans(layer: Layer, keep: Keep) -> Slots:
+    """Clusters of keys by K-means (Lloyd, 1982), anywhere in the prompt; their mean keys, mean values and sizes.
+
+    It begins with tokens at equal distances and runs 5 iterations. A cluster that loses all its tokens is an empty
+    slot, of degree 0.
+    """
+    tokens = layer.k.shape[1]
+    first, last = _middle(tokens, keep)
+    clusters = keep.budget - (tokens - (last - first))
+    if clusters >= last - first:
+        return full(layer, keep)
+    keys, values = layer.k[:, first:last].float(), layer.v[:, first:last].float()
+    spread = torch.linspace(0, last - first - 1, clusters, device=keys.device).round().long()
+    centres, ones = keys[:, spread], torch.ones_like(keys[..., 0])
+    for _ in range(_ITERATIONS):
+        nearest = torch.cdist(keys, centres).argmin(dim=-1)  # [Hkv, last - first]
+        sizes = torch.zeros_like(centres[..., 0]).scatter_add_(1, nearest, ones)
+        centres = torch.where(sizes[..., None] > 0, _means(keys, nearest, sizes), centres)
+    merged = Slots(centres.to(layer.k.dtype), _means(values, nearest, sizes).to(layer.v.dtype), sizes)
+    whole = full(layer, keep)
+    return Slots(
+        *(
+            torch.cat([exact[:, :first], middle, exact[:, last:]], dim=1)
+            for exact, middle in zip(whole, merged, strict=True)
+        )
+    )
+
+
+def _means(tokens: Tensor, cluster: Tensor, sizes: Tensor) -> Tensor:
+    """Means of tokens [Hkv, n, D] by their cluster [Hkv, n]; zero where there are none."""
+    sums = tokens.new_zeros(*sizes.shape, tokens.shape[-1])
+    sums.scatter_add_(1, cluster[..., None].expand_as(tokens), tokens)
+    return sums / sizes.clamp_min(1.0)[..., None]
+
+
+def _middle(tokens: int, keep: Keep) -> tuple[int, int]:
+    """Where the tokens begin and end that a method chooses from."""
+    first = min(keep.n_sink, tokens)
+    return first, max(first, tokens - keep.n_recent)
+
+
+def _evicted(layer: Layer, keep: Keep, scores: Tensor) -> Slots:
+    """Keep the tokens with the highest scores [Hkv, n], in sequence order; of equal ones the first."""
+    tokens = layer.k.shape[1]
+    first, last = _middle(tokens, keep)
+    scores = scores.clone()
+    scores[:, :first] = scores[:, last:] = math.inf
+    ranked = scores.sort(dim=-1, descending=True, stable=True).indices
+    kept = ranked[:, : keep.budget].sort(dim=-1).values
+    rows = kept[..., None].expand(-1, -1, layer.k.shape[-1])
+    return Slots(layer.k.gather(1, rows), layer.v.gather(1, rows), torch.ones(kept.shape, device=kept.device))
+
+
+def _attention(layer: Layer, start: int, stop: int) -> Tensor:
+    """What queries start..stop attend to [Hkv, queries, n]: causal, with the caps and sinks of the model."""
+    kv_heads, tokens, _ = layer.k.shape
+    q = layer.q[:, start:stop].float()
+    heads, queries, _ = q.shape
+    logits = layer.scale * (q.reshape(kv_heads, -1, q.shape[-1]) @ layer.k.float().mT).view(heads, queries, tokens)
+    if layer.softcap:
+        logits = layer.softcap * torch.tanh(logits / layer.softcap)
+    later = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).triu(start + 1)
+    logits = logits.masked_fill(later, -math.inf)
+    if layer.sinks is not None:
+        logits = torch.cat([logits, layer.sinks.float()[:, None, None].expand(-1, queries, 1)], dim=-1)
+    return logits.softmax(dim=-1)[..., :tokens].view(kv_heads, -1, queries, tokens).mean(dim=1)
+
+
+OURS = "ours"
+"""The product's own prefill, which needs no function here."""
+FULL = "full"
+
+METHODS: dict[str, Method] = {
+    FULL: full,
+    "streaming": streaming,
+    "h2o": h2o,
+    "snapkv": snapkv,
+    "tova": tova,
+    "key-norm": key_norm,
+    "keydiff": keydiff,
+    "expected-attention": expected_attention,
+    "kmeans": kmeans,
+}
+"""The methods, by name."""
