@@ -1,14 +1,115 @@
-"""Chunked soft matching over many rows at once: the PyTorch form that the ops run on the CPU.
+"""Exact slots and chunked soft matching over many rows at once: the PyTorch form that the ops run on the CPU.
 
 The same method as in `reference.py`, with every row of a layer in one batch. Rows are independent: a row's result does
 not depend on its neighbours.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ckv_compile.reference import accumulator_dtype
+from ckv_compile.reference import LEAST_DEVIATION, NEAR, QUERY_WEIGHT, RECENT, VALUE_WEIGHT, accumulator_dtype
 from ckv_compile.schedule import Schedule
+
+
+def observe_(queries: Tensor, q: Tensor, scale: float) -> None:
+    """Take the queries of new tokens into the running means of one layer, in place.
+
+    Args:
+        queries: [Hkv, 2, D] float32 or float64: of s = scale * q, and of its square.
+        q: [H, S, D] of new tokens.
+        scale: factor of the scores.
+    """
+    kv_heads, steps = queries.shape[0], q.shape[1]
+    scaled = q.to(queries.dtype).unflatten(0, (kv_heads, -1)) * scale  # [Hkv, G, S, D]
+    means = torch.stack([scaled.mean(dim=1), scaled.square().mean(dim=1)], dim=1)  # [Hkv, 2, S, D]
+    kept = (1 - 1 / RECENT) ** torch.arange(steps, -1, -1, dtype=queries.dtype, device=q.device)  # [S + 1]
+    queries.mul_(kept[0]).add_(kept[1:] @ means, alpha=1 / RECENT)
+
+
+def worth(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule) -> Tensor:
+    """Say how much each unprotected slot is worth: [R, n - n_sink - n_recent].
+
+    Args:
+        keys, values: [R, n, D] float32 or float64.
+        degree: [R, n] float32.
+        queries: [R, 2, D] in the dtype of the keys.
+        schedule: what is protected.
+    """
+    middle = slice(schedule.n_sink, keys.shape[1] - schedule.n_recent)
+    keys, values, weight = keys[:, middle], values[:, middle], degree[:, None, middle].to(keys.dtype)
+    tiny = torch.finfo(keys.dtype).tiny
+
+    def unlike(vectors: Tensor, size: Tensor) -> Tensor:
+        unit = vectors / size[..., None]
+        mean = weight @ unit  # [R, 1, D]
+        cosine: Tensor = (unit @ mean.mT / mean.norm(dim=-1, keepdim=True).clamp_min(tiny))[..., 0]
+        return -cosine
+
+    def standard(scores: Tensor) -> Tensor:
+        centred = scores - scores.mean(dim=-1, keepdim=True)
+        return centred / centred.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(LEAST_DEVIATION)
+
+    key_size, value_size = (vectors.norm(dim=-1).clamp_min(tiny) for vectors in (keys, values))
+    distinct = standard(unlike(keys, key_size)) + VALUE_WEIGHT * standard(unlike(values, value_size))
+    around = F.avg_pool1d(distinct, NEAR, stride=1, padding=NEAR // 2, count_include_pad=False)
+    mean, square = queries[:, 0, :, None], queries[:, 1, :, None]  # [R, D, 1]
+    expected = keys @ mean + keys.square() @ (square - mean.square()) / 2
+    return around + QUERY_WEIGHT * standard(expected[..., 0] + value_size.log())
+
+
+def set_apart(
+    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bring the slots that are worth most to the front of every row, behind the sinks; all others keep their order.
+
+    Args:
+        keys, values: [R, n, D], any floating dtype.
+        degree: [R, n] float32, all positive.
+        queries: [R, 2, D] float32 or float64.
+        schedule: what is protected, and how many slots are exact.
+    """
+    exact = _exact(keys, values, degree, queries, schedule)
+    first = torch.full_like(exact[:, :1], True).expand(-1, schedule.n_sink)
+    behind = torch.full_like(exact[:, :1], False).expand(-1, schedule.n_recent)
+    front = torch.cat([first, exact, behind], dim=1)  # [R, n]
+    return _gathered(keys, values, degree, front.sort(dim=1, descending=True, stable=True).indices)
+
+
+def exchange(
+    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Let the slots that are worth most take the places of those exact ones that no longer are.
+
+    The i-th slot that enters the front of a row and the i-th that leaves it change places; all others stay.
+
+    Args:
+        keys, values: [R, n, D], any floating dtype.
+        degree: [R, n] float32, all positive.
+        queries: [R, 2, D] float32 or float64.
+        schedule: what is protected, and how many slots are exact.
+    """
+    exact = _exact(keys, values, degree, queries, schedule)
+    leaving, entering = ~exact[:, : schedule.n_exact], exact[:, schedule.n_exact :]
+    order = torch.arange(keys.shape[1], device=keys.device).repeat(len(keys), 1)
+    rows, from_front = leaving.nonzero(as_tuple=True)  # as many in every row as enter, and in the order of slots
+    _, from_behind = entering.nonzero(as_tuple=True)
+    from_front, from_behind = from_front + schedule.n_sink, from_behind + schedule.n_front
+    order[rows, from_front], order[rows, from_behind] = from_behind, from_front
+    return _gathered(keys, values, degree, order)
+
+
+def _exact(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule) -> Tensor:
+    """The `n_exact` unprotected slots of every row that are worth most [R, n - n_sink - n_recent] bool."""
+    wide = accumulator_dtype(keys.dtype)
+    scores = worth(keys.to(wide), values.to(wide), degree, queries, schedule)
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, : schedule.n_exact]  # ties: the lower slot
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+
+
+def _gathered(keys: Tensor, values: Tensor, degree: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    slots = order[..., None].expand(-1, -1, keys.shape[2])
+    return keys.gather(1, slots), values.gather(1, slots), degree.gather(1, order)
 
 
 def match(keys: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
@@ -19,9 +120,9 @@ def match(keys: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
 
     Returns:
         similarity [R, |A|] (cosine, -inf where a chunk has no B) and partner [R, |A|] int64, counted in B.
-        Slot `n_sink + 2 i` is element i of A, slot `n_sink + 2 j + 1` element j of B.
+        Slot `n_front + 2 i` is element i of A, slot `n_front + 2 j + 1` element j of B.
     """
-    middle = keys[:, schedule.n_sink : max(schedule.n_sink, keys.shape[1] - schedule.n_recent)]
+    middle = keys[:, schedule.n_front : max(schedule.n_front, keys.shape[1] - schedule.n_recent)]
     inverse_norm = middle.norm(dim=-1).clamp_min(torch.finfo(keys.dtype).tiny).reciprocal()
     whole = middle.shape[1] // schedule.chunk_size * schedule.chunk_size
     parts = []  # the whole chunks in one batch, then the short one at the end
@@ -61,7 +162,7 @@ def merge(
     rows, slots, dim = keys.shape
     similarity, partner = match(keys, schedule)
     ranked = similarity.sort(dim=-1, descending=True, stable=True).indices[:, :merges]  # [R, m] ties: lower slot
-    row_start = slots * torch.arange(rows, device=keys.device)[:, None] + schedule.n_sink
+    row_start = slots * torch.arange(rows, device=keys.device)[:, None] + schedule.n_front
     gone = (row_start + 2 * ranked).flatten()  # [R * m] slots of A that disappear
     joined = (row_start + 2 * partner.gather(1, ranked) + 1).flatten()  # [R * m] slots of B that take them up
 

@@ -1,4 +1,4 @@
-"""The oracle: chunked soft matching (CSM) and degree-biased attention, one row at a time, in plain PyTorch.
+"""The oracle: chunked soft matching (CSM), exact slots and degree-biased attention, row by row, in plain PyTorch.
 
 Written to be read beside the paper (CentroidKV, arXiv 2506.11418), not to be fast. A *row* is the cache of one
 (batch row, layer, KV head): keys and values [n, D], degree [n]. Every op, kernel and pass is tested against this
@@ -12,6 +12,17 @@ from torch import Tensor
 
 from ckv_compile.schedule import Schedule
 
+RECENT = 64
+"""Tokens over which the means of the queries run."""
+NEAR = 9
+"""Slots whose unlikeness is averaged: one and its neighbours."""
+VALUE_WEIGHT = 0.5
+"""Weight of the unlikeness of a value, beside that of the key."""
+QUERY_WEIGHT = 0.8
+"""Weight of expected attention, beside unlikeness."""
+LEAST_DEVIATION = 1e-6
+"""Deviation below which scores count as alike."""
+
 
 class Row(NamedTuple):
     """One row of a clustered cache: keys [n, D], values [n, D], degree [n] (tokens each slot stands for)."""
@@ -19,6 +30,13 @@ class Row(NamedTuple):
     keys: Tensor
     values: Tensor
     degree: Tensor
+
+
+class Queries(NamedTuple):
+    """What is known of the recent queries q of a KV head: running means of s = scale * q, and of its square."""
+
+    mean: Tensor  # [D]
+    square: Tensor  # [D]
 
 
 class Match(NamedTuple):
@@ -32,6 +50,87 @@ class Match(NamedTuple):
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 stays float64; everything else computes in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def observe(queries: Queries, q: Tensor, scale: float) -> Queries:
+    """Take the queries of new tokens into the running means, in which a token's share falls by 1 / RECENT a token.
+
+    Args:
+        queries: of the tokens before; zeros at first.
+        q: [G, S, D] of the G query heads of a KV head, S new tokens.
+        scale: factor of the scores.
+    """
+    for token in q.unbind(dim=1):  # [G, D]
+        scaled = token.to(queries.mean.dtype) * scale
+        new = Queries(scaled.mean(dim=0), scaled.square().mean(dim=0))
+        queries = Queries(*(old + (mean - old) / RECENT for old, mean in zip(queries, new, strict=True)))
+    return queries
+
+
+def unlike(vectors: Tensor, degree: Tensor) -> Tensor:
+    """Minus the cosine of each vector [n, D] to the mean of their directions, weighed by degree [n]."""
+    tiny = torch.finfo(vectors.dtype).tiny
+    unit = vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(tiny)
+    mean = (degree.to(unit.dtype)[:, None] * unit).sum(dim=0)
+    cosine: Tensor = unit @ mean / mean.norm().clamp_min(tiny)
+    return -cosine
+
+
+def standard(scores: Tensor) -> Tensor:
+    """Scores [n] with mean 0 and deviation 1; scores that are all alike stay near 0."""
+    centred = scores - scores.mean()
+    return centred / centred.square().mean().sqrt().clamp_min(LEAST_DEVIATION)
+
+
+def worth_row(row: Row, queries: Queries, schedule: Schedule) -> Tensor:
+    """Say how much each unprotected slot of a row in float32 or float64 is worth: [n - n_sink - n_recent].
+
+    Two scores are added, each with mean 0 and deviation 1 over these slots (the sum, its weights and the average over
+    neighbours are ours).
+
+    *Unlike*: minus the cosine of a key to the mean direction of all keys (KeyDiff, Park et al., arXiv 2504.15364), and
+    half of the same for values, averaged over the NEAR slots around: what is worth keeping is seldom one token.
+
+    *Expected*: the logarithm of what a Gaussian query makes of a slot, log |v| + m.k + k.(Var k) / 2 (Expected
+    Attention, Devoto et al., arXiv 2510.00636; here of the recent queries of all heads together, each coordinate by
+    itself).
+    """
+    keys, values, degree = (part[schedule.n_sink : part.shape[0] - schedule.n_recent] for part in row)
+    distinct = standard(unlike(keys, degree)) + VALUE_WEIGHT * standard(unlike(values, degree))
+    around = [distinct[max(0, i - NEAR // 2) : i + NEAR // 2 + 1].mean() for i in range(len(distinct))]
+    variance = queries.square - queries.mean.square()
+    expected = keys @ queries.mean + keys.square() @ variance / 2
+    size = values.norm(dim=-1).clamp_min(torch.finfo(values.dtype).tiny).log()
+    return torch.stack(around) + QUERY_WEIGHT * standard(expected + size)
+
+
+def exact_slots(row: Row, queries: Queries, schedule: Schedule) -> list[int]:
+    """The `n_exact` unprotected slots that are worth most, in order; of equal ones the first."""
+    worth = worth_row(widened(row), queries, schedule).tolist()
+    ranked = sorted(range(len(worth)), key=lambda i: (-worth[i], i))
+    return sorted(schedule.n_sink + i for i in ranked[: schedule.n_exact])
+
+
+def set_apart(row: Row, queries: Queries, schedule: Schedule) -> Row:
+    """Bring the slots that are worth most to the front, behind the sinks; all others keep their order."""
+    exact = exact_slots(row, queries, schedule)
+    rest = [slot for slot in range(schedule.n_sink, row.keys.shape[0]) if slot not in exact]
+    order = [*range(schedule.n_sink), *exact, *rest]
+    return Row(*(part[order] for part in row))
+
+
+def exchange(row: Row, queries: Queries, schedule: Schedule) -> Row:
+    """Let the slots that are worth most take the places of those exact ones that no longer are.
+
+    The i-th slot that enters the front and the i-th that leaves it change places; all others stay where they are.
+    """
+    exact = exact_slots(row, queries, schedule)
+    entering = [slot for slot in exact if slot >= schedule.n_front]
+    leaving = [slot for slot in range(schedule.n_sink, schedule.n_front) if slot not in exact]
+    order = list(range(row.keys.shape[0]))
+    for a, b in zip(entering, leaving, strict=True):
+        order[a], order[b] = b, a
+    return Row(*(part[order] for part in row))
 
 
 def match_row(keys: Tensor, schedule: Schedule) -> list[Match]:
@@ -50,7 +149,7 @@ def match_row(keys: Tensor, schedule: Schedule) -> list[Match]:
     unit = keys / keys.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(keys.dtype).tiny)
     matches: list[Match] = []
     end = keys.shape[0] - schedule.n_recent
-    for start in range(schedule.n_sink, end, schedule.chunk_size):
+    for start in range(schedule.n_front, end, schedule.chunk_size):
         stop = min(start + schedule.chunk_size, end)
         set_a, set_b = range(start, stop, 2), range(start + 1, stop, 2)
         if not set_b:
@@ -91,11 +190,17 @@ def merge_row(row: Row, merges: int, schedule: Schedule) -> Row:
 
 def compress_row(row: Row, rounds: tuple[int, ...], schedule: Schedule) -> Row:
     """Run clustering rounds on a row, in float32 or better; K and V are rounded to their dtype once, at the end."""
-    wide, dtype = accumulator_dtype(row.keys.dtype), row.keys.dtype
-    row = Row(row.keys.to(wide), row.values.to(wide), row.degree)
+    dtype = row.keys.dtype
+    row = widened(row)
     for merges in rounds:
         row = merge_row(row, merges, schedule)
     return Row(row.keys.to(dtype), row.values.to(dtype), row.degree)
+
+
+def widened(row: Row) -> Row:
+    """The same row with keys and values in float32 or better."""
+    wide = accumulator_dtype(row.keys.dtype)
+    return Row(row.keys.to(wide), row.values.to(wide), row.degree)
 
 
 def attend_row(
@@ -145,7 +250,8 @@ class CacheRows:
 
     `attend` is `ckv::cached_attention`, or `ckv::window_attention` for a layer with a window, and `finish_step` is
     `ckv::compact_`. A row that has no free slot left at the end of a step is brought to the budget: by annealed rounds
-    after several tokens, by one round after one. `windows` holds the last tokens of the layers with a window.
+    after several tokens, by one round after one; before that, its exact slots are chosen. `windows` holds the last
+    tokens of the layers with a window, `queries` what is known of those of the other layers.
     """
 
     def __init__(self, schedule: Schedule, capacity: int) -> None:
@@ -153,6 +259,7 @@ class CacheRows:
         self.capacity = capacity
         self.rows: dict[tuple[int, int, int], Row] = {}
         self.windows: dict[tuple[int, int, int], Row] = {}
+        self.queries: dict[tuple[int, int, int], Queries] = {}
         self.position: dict[int, int] = {}
 
     def attend(
@@ -179,7 +286,12 @@ class CacheRows:
                 new = Row(k[b, h], v[b, h], torch.ones(steps, dtype=torch.float32, device=k.device))
                 old = rows.get((b, layer, h))
                 row = new if old is None else Row(*(torch.cat(pair) for pair in zip(old, new, strict=True)))
-                for g in range(h * heads // kv_heads, (h + 1) * heads // kv_heads):
+                own = range(h * heads // kv_heads, (h + 1) * heads // kv_heads)
+                if not window:
+                    zeros = torch.zeros(q.shape[3], dtype=accumulator_dtype(q.dtype), device=q.device)
+                    known = self.queries.get((b, layer, h), Queries(zeros, zeros))
+                    self.queries[b, layer, h] = observe(known, q[b, own], scale)
+                for g in own:
                     sink = None if sinks is None else sinks[g]
                     out[b, g] = attend_row(q[b, g], row, scale, steps, softcap, sink, window)
                 rows[b, layer, h] = Row(*(part[-window:] for part in row))  # -0: all
@@ -191,6 +303,9 @@ class CacheRows:
             slots = row.keys.shape[0]
             if slots < self.capacity:
                 continue
+            if self.schedule.n_exact:
+                choose = exchange if tokens == 1 else set_apart
+                row = choose(row, self.queries[key], self.schedule)
             rounds = (slots - self.schedule.budget,) if tokens == 1 else self.schedule.rounds(slots)
             self.rows[key] = compress_row(row, rounds, self.schedule)
         for b in {b for b, _, _ in (*self.rows, *self.windows)}:

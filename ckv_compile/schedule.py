@@ -19,6 +19,7 @@ class Schedule:
         r_init: share of the A slots merged by the first round, in (0, 1].
         r_decay: how much the share falls from one round to the next (paper: r_j = r_init - j * delta_r).
         r_min: the share never falls below this, so that every length reaches the budget.
+        n_exact: slots behind the sinks for the tokens that are worth most, which rounds do not merge either.
     """
 
     budget: int
@@ -28,6 +29,12 @@ class Schedule:
     r_init: float
     r_decay: float
     r_min: float
+    n_exact: int = 0
+
+    @property
+    def n_front(self) -> int:
+        """First slots of a row that a round leaves alone: sinks and exact slots."""
+        return self.n_sink + self.n_exact
 
     def mergeable(self, slots: int) -> int:
         """The most slots that one round can merge away from a row of `slots` used slots.
@@ -35,7 +42,7 @@ class Schedule:
         This is the size of set A: the even offsets of every chunk. A last chunk of a single slot has no B
         to merge into and counts for nothing.
         """
-        middle = max(0, slots - self.n_sink - self.n_recent)
+        middle = max(0, slots - self.n_front - self.n_recent)
         in_a = (middle + 1) // 2
         return in_a - 1 if middle % self.chunk_size == 1 else in_a
 
