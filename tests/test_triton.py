@@ -109,7 +109,15 @@ def test_the_builds_of_every_run_stand_for_all(few, together):
             found |= {(build.kernel.__name__, *some) for some in itertools.combinations(choices, together)}
         return found
 
-    assert {name.split("-")[0] for name in ALL} == {"decode", "combine", "extend", "match", "select", "move"}
+    assert {name.split("-")[0] for name in ALL} == {
+        "decode",
+        "combine",
+        "extend",
+        "exchange",
+        "match",
+        "select",
+        "move",
+    }
     assert len(ALL) == sum(len(module.builds()) for module in (attention, compaction))
     assert len(few) < len(ALL)
     assert met(few) == met(ALL.values())
@@ -157,7 +165,7 @@ def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, monkeypatc
     launches = lowered.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
     assert len(launches) == 6  # a compaction has three
     for node in launches:
-        written = {"keys_ptr", "values_ptr", "degree_ptr", "fill_ptr", "position_ptr"}
+        written = {"keys_ptr", "values_ptr", "degree_ptr", "queries_ptr", "fill_ptr", "position_ptr"}
         assert not written & set(node.kwargs["tensors_to_clone"]), node
         build = build_of(node)
         for target in ("sm_80", "sm_90"):
