@@ -133,10 +133,43 @@ def compact(
     due = torch.empty(batch, dtype=torch.int32, device=keys.device)
     old_degree = torch.empty_like(degree)
     if schedule.n_exact:
-        _exchange(keys, values, degree, queries, fill, active, schedule)
+        exchange(keys, values, degree, queries, fill, active, schedule)
     _match(keys, scratch, (fill, active, due), batch, rows, size)
     _select(scratch, (degree, old_degree, fill, position, active, due), batch, rows, size)
     _move((keys, values, old_degree), (keys, values, degree), scratch, due, batch, rows, size)
+
+
+def exchange(
+    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, fill: Tensor, active: Tensor, schedule: Schedule
+) -> None:
+    """Lets the slots that are worth most take the places of those exact ones that no longer are, in place.
+
+    It serves the rows that the token of this step fills, as `compact` does, and changes nothing else. Exactly `n_exact`
+    slots are chosen whatever the numbers: a score that is not a number counts as the least.
+
+    Args:
+        keys, values, degree, queries, fill, active: as for `compact`.
+        schedule: what is protected, and how many slots are exact: at least one.
+
+    Raises:
+        ValueError: for `queries` of another shape, dtype or layout.
+    """
+    batch, layers, heads, slots, dim = keys.shape
+    if queries.shape != (batch, layers, heads, 2, dim) or queries.dtype != torch.float32 or not queries.is_contiguous():
+        raise ValueError(
+            f"queries must be contiguous float32 of {(batch, layers, heads, 2, dim)}, "
+            f"got {queries.dtype} of {tuple(queries.shape)}"
+        )
+    rows, middle = layers * heads, slots - schedule.n_sink - schedule.n_recent
+    scores = torch.empty(batch * rows, 3, middle, dtype=torch.float32, device=keys.device)
+    rank, plan = torch.empty(2, batch * rows, middle, dtype=torch.int32, device=keys.device)
+    blocks = exchange_blocks(dim, keys.element_size())
+    launch(_exchange_kernel, _grid(rows, True, keys.device))(
+        keys, values, degree, queries, scores, rank, plan, fill, active,
+        batch, rows, slots, schedule.n_sink, schedule.n_exact, middle,
+        HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_N=blocks.pairs, BLOCK=_SCORES,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
 
 
 def compress(
@@ -241,27 +274,6 @@ def _check(keys: Tensor, values: Tensor, degree: Tensor, schedule: Schedule) -> 
 def _grid(items: int, in_place: bool, device: torch.device) -> tuple[int]:
     """One program an item, but in decode no more than the chip holds: if no row is due, they all return at once."""
     return (min(items, _PROGRAMS * multiprocessors(device)) if in_place else items,)
-
-
-def _exchange(
-    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, fill: Tensor, active: Tensor, schedule: Schedule
-) -> None:
-    batch, layers, heads, slots, dim = keys.shape
-    if queries.shape != (batch, layers, heads, 2, dim) or queries.dtype != torch.float32 or not queries.is_contiguous():
-        raise ValueError(
-            f"queries must be contiguous float32 of {(batch, layers, heads, 2, dim)}, "
-            f"got {queries.dtype} of {tuple(queries.shape)}"
-        )
-    rows, middle = layers * heads, slots - schedule.n_sink - schedule.n_recent
-    scores = torch.empty(batch * rows, 3, middle, dtype=torch.float32, device=keys.device)
-    rank, plan = torch.empty(2, batch * rows, middle, dtype=torch.int32, device=keys.device)
-    blocks = exchange_blocks(dim, keys.element_size())
-    launch(_exchange_kernel, _grid(rows, True, keys.device))(
-        keys, values, degree, queries, scores, rank, plan, fill, active,
-        batch, rows, slots, schedule.n_sink, schedule.n_exact, middle,
-        HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_N=blocks.pairs, BLOCK=_SCORES,
-        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
-    )  # fmt: skip
 
 
 def _match(

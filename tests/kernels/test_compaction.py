@@ -283,7 +283,7 @@ def run_exchange(state: State, queries: Tensor, schedule: Schedule) -> State:
     """The exchange alone, on rows [R, n] that are due: each the one head of a batch row."""
     keys, values, degree = (part.clone()[:, None, None] for part in state)
     last = torch.full(degree.shape[:1], degree.shape[3] - 1, device=DEVICE)
-    compaction._exchange(keys, values, degree, queries[:, None, None], last, last > 0, schedule)
+    compaction.exchange(keys, values, degree, queries[:, None, None], last, last > 0, schedule)
     return keys[:, 0, 0], values[:, 0, 0], degree[:, 0, 0]
 
 
