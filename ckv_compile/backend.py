@@ -241,8 +241,9 @@ def _name_inputs(aten: GraphModule, graph: GraphModule, updates: list[Node]) -> 
 def _check_options(options: Mapping[str, Any], schedule: Schedule, aten: GraphModule) -> None:
     capacity = int(tensor_meta(state_inputs(aten).keys).shape[3])
     own = dataclasses.asdict(schedule) | {"interval": capacity - schedule.budget}
+    n_exact = own.pop("n_exact")
     config = CKVConfig.from_options(own | dict(options))
-    if others := options.keys() - own.keys():
+    if others := options.keys() - own.keys() - {"exact"}:
         raise ConfigError(f"options {', '.join(sorted(others))} are not of the backend: pass them to cache_for()")
     for name, value in own.items():
         if getattr(config, name) != value:
@@ -250,6 +251,11 @@ def _check_options(options: Mapping[str, Any], schedule: Schedule, aten: GraphMo
                 f"options={{{name!r}: {getattr(config, name)!r}}} of the backend, but the cache was made with "
                 f"{name}={value!r}: pass the options to cache_for() alone, or the same to both"
             )
+    if "exact" in options and config.schedule.n_exact != n_exact:
+        raise ConfigError(
+            f"options={{'exact': {config.exact!r}}} of the backend are {config.schedule.n_exact} exact slots, but the "
+            f"cache was made with {n_exact}: pass the options to cache_for() alone, or the same to both"
+        )
 
 
 def _refuse_without_cache(aten: GraphModule) -> None:

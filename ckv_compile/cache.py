@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ckv_compile.errors import InputError
+from ckv_compile.reference import accumulator_dtype
 from ckv_compile.schedule import Schedule
 
 _OWNER = "_ckv_cache"
@@ -38,6 +39,7 @@ class CacheState(NamedTuple):
     keys: Tensor  # [B, L, Hkv, C, D] model dtype; slots, in sequence order
     values: Tensor  # [B, L, Hkv, C, D] model dtype
     degree: Tensor  # [B, L, Hkv, C] float32; tokens a slot stands for, 0 = empty
+    queries: Tensor  # [B, L, Hkv, 2, D] float32; running means of scale * q and its square, over recent queries
     fill: Tensor  # [B] int64; used slots, the same in every layer and head
     active: Tensor  # [B] bool; rows that take tokens: a finished row of a batch is left as it is
     position: Tensor  # [B] int64; tokens seen, which RoPE uses
@@ -53,6 +55,9 @@ class CacheState(NamedTuple):
             keys=torch.zeros(*slots, shape.head_dim, dtype=shape.dtype, device=shape.device),
             values=torch.zeros(*slots, shape.head_dim, dtype=shape.dtype, device=shape.device),
             degree=torch.zeros(slots, dtype=torch.float32, device=shape.device),
+            queries=torch.zeros(
+                *slots[:3], 2, shape.head_dim, dtype=accumulator_dtype(shape.dtype), device=shape.device
+            ),
             fill=torch.zeros(batch_size, dtype=torch.int64, device=shape.device),
             active=torch.ones(batch_size, dtype=torch.bool, device=shape.device),
             position=torch.zeros(batch_size, dtype=torch.int64, device=shape.device),
@@ -169,11 +174,10 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         return [False]
 
     def nbytes(self) -> int:
-        """Bytes held by keys, values and degrees, of the clustered layers and of the sliding windows."""
+        """Bytes held by keys, values, degrees and query means of the clustered layers, and by the sliding windows."""
         state = self.state
-        return sum(
-            tensor.nbytes for tensor in (state.keys, state.values, state.degree, state.window_keys, state.window_values)
-        )
+        clustered = (state.keys, state.values, state.degree, state.queries)
+        return sum(tensor.nbytes for tensor in (*clustered, state.window_keys, state.window_values))
 
     def reset(self) -> None:
         """Empty the cache: nothing of what it held can be read again."""
@@ -208,7 +212,8 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         """Take back the last tokens, as far as the cache holds them one by one.
 
         That is all of them until the first compaction, and `n_recent` and what came after the last compaction from then
-        on. A sliding window cannot be taken back once it has moved: the tokens that left it are gone.
+        on. A sliding window cannot be taken back once it has moved: the tokens that left it are gone. What queries have
+        left in their running means stays there.
 
         Args:
             tokens_to_remove: minus the number of tokens, as in transformers.
@@ -292,7 +297,7 @@ class ClusteredCache(Cache):  # type: ignore[misc]
             )
             if layer_idx == len(self.windowed) - 1:
                 steps = key_states.shape[2]
-                torch.ops.ckv.compact_(*self.state[:6], steps, *self._plan, self._padding)
+                torch.ops.ckv.compact_(*self.state[:7], steps, *self._plan, self._padding)
                 self.columns += steps
                 self.broken = False
         return key_states, value_states

@@ -25,6 +25,9 @@ class CKVConfig:
         interval: decode steps between compactions (g in the paper). The cache holds budget + interval slots.
         n_sink: first slots that are never merged.
         n_recent: last slots that are never merged.
+        exact: share of the other slots that hold the tokens worth most, unmerged: those whose key and value are unlike
+            the others', and those that recent queries expect to attend to. They are chosen anew in every compaction.
+            They are fewer where a round could not free `interval` slots otherwise. 0.0 is the paper's method.
         chunk_size: slots per matching chunk (c in the paper); even.
         r_init: share of set A that the first round merges, in (0, 1].
         r_decay: fall of that share from round to round, >= 0.
@@ -46,6 +49,7 @@ class CKVConfig:
     interval: int = 64
     n_sink: int = 4
     n_recent: int = 32
+    exact: float = 0.0
     chunk_size: int = 128
     r_init: float = 0.25
     r_decay: float = 0.01
@@ -70,8 +74,13 @@ class CKVConfig:
             raise ConfigError(
                 f"chunk_size={self.chunk_size} must be even: a chunk is split alternately into two equal sets"
             )
-        for name in ("r_init", "r_decay", "r_min"):
+        for name in ("r_init", "r_decay", "r_min", "exact"):
             _check_number(name, getattr(self, name))
+        if not 0.0 <= self.exact < 1.0:
+            raise ConfigError(
+                f"exact={self.exact!r} must lie in [0, 1): the share of the slots that hold single tokens; centroids "
+                "need the rest"
+            )
         if not 0.0 < self.r_init <= 1.0:
             raise ConfigError(f"r_init={self.r_init!r} must lie in (0, 1]: the share of set A that a round merges")
         if not 0.0 < self.r_min <= self.r_init:
@@ -117,6 +126,7 @@ class CKVConfig:
         return self._schedule(self.budget)
 
     def _schedule(self, budget: int) -> Schedule:
+        unprotected = budget - self.n_sink - self.n_recent
         return Schedule(
             budget=budget,
             n_sink=self.n_sink,
@@ -125,6 +135,7 @@ class CKVConfig:
             r_init=self.r_init,
             r_decay=self.r_decay,
             r_min=self.r_min,
+            n_exact=max(0, min(int(self.exact * unprotected), unprotected - self.interval)),
         )
 
     def _check_plan(self, budget: int) -> None:

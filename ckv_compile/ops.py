@@ -2,7 +2,8 @@
 
 `ckv::attention` is the attention of a model before it has a cache: one node a layer that says all there is to know.
 `ckv::update` is where a model hands its keys and values to a `ClusteredCache` of its own, in a graph of Dynamo's.
-`ckv::cached_attention` appends a step's keys and values to one layer of the clustered cache and attends;
+`ckv::cached_attention` appends a step's keys and values to one layer of the clustered cache, takes its queries into
+their running means, and attends;
 `ckv::window_attention` does so for a layer with a sliding window, whose last tokens are kept exactly; `ckv::compact_`
 closes the step for all layers. These three change the tensors of `CacheState` in place, and their schemas say so;
 so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself.
@@ -37,7 +38,7 @@ EXTEND_BLOCK = 512
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _library = torch.library.Library("ckv", "DEF")
-_PLAN = "int budget, int n_sink, int n_recent, int chunk_size, float r_init, float r_decay, float r_min"
+_PLAN = "int budget, int n_sink, int n_recent, int chunk_size, float r_init, float r_decay, float r_min, int n_exact=0"
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, float scale, float softcap=0.0, "
     "int window=0) -> Tensor",
@@ -45,7 +46,7 @@ _library.define(
 )
 _library.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, "
-    f"Tensor fill, Tensor active, int layer, float scale, Tensor? sinks, float softcap, {_PLAN}, "
+    f"Tensor(d!) queries, Tensor fill, Tensor active, int layer, float scale, Tensor? sinks, float softcap, {_PLAN}, "
     "Tensor? padding=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -55,19 +56,19 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(d!) fill, Tensor active, "
+    "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor queries, Tensor(d!) fill, Tensor active, "
     f"Tensor(e!) position, SymInt tokens, {_PLAN}, Tensor? padding=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "update(Tensor k, Tensor v, Tensor keys, Tensor values, Tensor degree, Tensor fill, Tensor active, "
-    "Tensor position, Tensor window_keys, Tensor window_values, int layer, bool windowed, "
+    "update(Tensor k, Tensor v, Tensor keys, Tensor values, Tensor degree, Tensor queries, Tensor fill, "
+    "Tensor active, Tensor position, Tensor window_keys, Tensor window_values, int layer, bool windowed, "
     f"{_PLAN}) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor fill, Tensor active, "
-    "Tensor position, Tensor(d!) window_keys, Tensor(e!) window_values, int layer, bool windowed, "
+    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor queries, Tensor fill, "
+    "Tensor active, Tensor position, Tensor(d!) window_keys, Tensor(e!) window_values, int layer, bool windowed, "
     f"{_PLAN}, Tensor? padding=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -122,6 +123,7 @@ def _cached_attention(
     keys: Tensor,  # [B, L, Hkv, C, D]
     values: Tensor,  # [B, L, Hkv, C, D]
     degree: Tensor,  # [B, L, Hkv, C]
+    queries: Tensor,  # [B, L, Hkv, 2, D]
     fill: Tensor,  # [B]
     active: Tensor,  # [B]
     layer: int,
@@ -135,11 +137,12 @@ def _cached_attention(
     r_init: float,
     r_decay: float,
     r_min: float,
+    n_exact: int = 0,
     padding: Tensor | None = None,  # [B]
 ) -> Tensor:
     if q.shape[2] == 1:
-        return _decode(q, k, v, keys, values, degree, fill, active, layer, scale, softcap, sinks)
-    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
+        return _decode(q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks)
+    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     out = _empty_output(q)
     for b, used, skip in _rows(fill, active, padding, q.shape[2]):
         out[b, :, :skip] = 0.0
@@ -147,7 +150,8 @@ def _cached_attention(
             new = (q[b, :, skip:], k[b, :, skip:], v[b, :, skip:])
             slots = (keys[b, layer], values[b, layer], degree[b, layer])
             out[b, :, skip:] = _extend(*new, *slots, used, scale, softcap, sinks)
-            _append(*new[1:], *slots, used, schedule)
+            clustering.observe_(queries[b, layer], new[0], scale)
+            _append(*new[1:], *slots, queries[b, layer], used, schedule)
     return out
 
 
@@ -166,7 +170,7 @@ def _window_attention(
     padding: Tensor | None = None,  # [B]
 ) -> Tensor:
     if q.shape[2] == 1:
-        return _decode(q, k, v, keys, values, None, position, active, layer, scale, softcap, sinks)
+        return _decode(q, k, v, keys, values, None, None, position, active, layer, scale, softcap, sinks)
     out, window = _empty_output(q), keys.shape[3]
     for b, seen, skip in _rows(position, active, padding, q.shape[2]):
         out[b, :, :skip] = 0.0
@@ -199,6 +203,7 @@ def _append_(
     keys: Tensor,
     values: Tensor,
     degree: Tensor,
+    queries: Tensor,
     fill: Tensor,
     active: Tensor,
     position: Tensor,
@@ -213,9 +218,10 @@ def _append_(
     r_init: float,
     r_decay: float,
     r_min: float,
+    n_exact: int = 0,
     padding: Tensor | None = None,  # [B]
 ) -> None:
-    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
+    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     for b, count, skip in _rows(position if windowed else fill, active, padding, k.shape[2]):
         if skip == k.shape[2]:
             continue
@@ -223,7 +229,8 @@ def _append_(
         if windowed:
             _append_to_ring(*new, window_keys[b, layer], window_values[b, layer], count)
         else:
-            _append(*new, keys[b, layer], values[b, layer], degree[b, layer], count, schedule)
+            slots = (keys[b, layer], values[b, layer], degree[b, layer])
+            _append(*new, *slots, queries[b, layer], count, schedule)
 
 
 def _append_fake(*_: object, **__: object) -> None:
@@ -267,6 +274,7 @@ def _decode(
     keys: Tensor,
     values: Tensor,
     degree: Tensor | None,
+    queries: Tensor | None,
     fill: Tensor,
     active: Tensor,
     layer: int,
@@ -274,8 +282,8 @@ def _decode(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One new token per row. Without a degree the slots are a ring, and `fill` counts the tokens seen."""
-    arguments = (q, k, v, keys, values, degree, fill, active, layer, scale, softcap, sinks)
+    """One new token per row. Without degrees and queries the slots are a ring, and `fill` counts the tokens seen."""
+    arguments = (q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks)
     if _has_triton(q.device):
         from ckv_compile.kernels import attention  # Triton is there where CUDA is
 
@@ -292,6 +300,7 @@ def _decode_attention(
     keys: Tensor,
     values: Tensor,
     degree: Tensor | None,
+    queries: Tensor | None,
     fill: Tensor,
     active: Tensor,
     layer: int,
@@ -315,7 +324,8 @@ def _decode_attention(
         # The G query heads of a KV head stand side by side as rows of one query, so K and V are read once.
         grouped = q[b].reshape(kv_heads, heads // kv_heads, dim)
         bias = q.new_zeros(kv_heads, 1, taken.stop, dtype=accumulator_dtype(q.dtype))
-        if degree is not None:
+        if degree is not None and queries is not None:
+            clustering.observe_(queries[b, layer], q[b], scale)
             degree[b, layer, :, slot] = 1.0
             bias[:, 0] = degree[b, layer, :, taken].to(bias.dtype).log()
         old_keys, old_values = keys[b, layer, :, taken], values[b, layer, :, taken]
@@ -402,7 +412,16 @@ def _extend_attention(
     return out
 
 
-def _append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, used: int, schedule: Schedule) -> None:
+def _append(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor,
+    queries: Tensor,
+    used: int,
+    schedule: Schedule,
+) -> None:
     """Put S new tokens [Hkv, S, D] of one row behind its `used` slots, compressed when they leave no free slot."""
     total, capacity = used + k.shape[1], keys.shape[1]
     if schedule.settle(total, capacity) == total:
@@ -410,14 +429,14 @@ def _append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, 
         values[:, used:total] = v
         degree[:, used:total] = 1.0
         return
-    merged = _compress(
+    slots = (
         torch.cat([keys[:, :used], k], dim=1) if used else k,
         torch.cat([values[:, :used], v], dim=1) if used else v,
         torch.cat([degree[:, :used], degree.new_ones(k.shape[:2])], dim=1),
-        schedule.rounds(total),
-        schedule,
     )
-    _store(merged, keys, values, degree)
+    if schedule.n_exact:
+        slots = clustering.set_apart(*slots, queries, schedule)
+    _store(_compress(*slots, schedule.rounds(total), schedule), keys, values, degree)
 
 
 def _append_to_ring(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: int) -> None:
@@ -450,6 +469,7 @@ def _compact(
     keys: Tensor,
     values: Tensor,
     degree: Tensor,
+    queries: Tensor,
     fill: Tensor,
     active: Tensor,
     position: Tensor,
@@ -461,15 +481,16 @@ def _compact(
     r_init: float,
     r_decay: float,
     r_min: float,
+    n_exact: int = 0,
     padding: Tensor | None = None,
 ) -> None:
-    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
+    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     capacity = keys.shape[3]
     layers = keys.shape[1]
     if tokens == 1 and layers and _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 
-        compaction.compact(keys, values, degree, fill, position, active, schedule)
+        compaction.compact(keys, values, degree, queries, fill, position, active, schedule)
         return
     taken = (tokens if padding is None else tokens - padding) * active
     total = fill + taken
@@ -477,7 +498,8 @@ def _compact(
         for b in (total == capacity).nonzero().flatten().tolist():
             for layer in range(layers):
                 slots = (keys[b, layer], values[b, layer], degree[b, layer])
-                _store(clustering.compress(*slots, (capacity - budget,), schedule), *slots)
+                chosen = clustering.exchange(*slots, queries[b, layer], schedule) if n_exact else slots
+                _store(clustering.compress(*chosen, (capacity - budget,), schedule), *slots)
     fill.copy_(torch.where(total < capacity, total, budget))
     position += taken
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ckv_compile.schedule import Schedule
 
-RECENT = 64
+RECENT = 256
 """Tokens over which the means of the queries run."""
 NEAR = 9
 """Slots whose unlikeness is averaged: one and its neighbours."""
 VALUE_WEIGHT = 0.5
 """Weight of the unlikeness of a value, beside that of the key."""
-QUERY_WEIGHT = 0.8
+QUERY_WEIGHT = 0.5
 """Weight of expected attention, beside unlikeness."""
 LEAST_DEVIATION = 1e-6
 """Deviation below which scores count as alike."""

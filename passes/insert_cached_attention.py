@@ -58,7 +58,7 @@ def insert_cached_attention(graph: GraphModule, schedule: Schedule) -> int:
                 ring = (state.window_keys, state.window_values, state.position, state.active)
                 cached = call(window_attention, (*tokens, *ring, windowed, *rest), skip)
             else:
-                cached = call(cached_attention, (*tokens, *state[:5], clustered, *rest), plan | skip)
+                cached = call(cached_attention, (*tokens, *state[:6], clustered, *rest), plan | skip)
         windowed, clustered = windowed + (given.window > 0), clustered + (given.window == 0)
         cached.meta = dict(node.meta)
         node.replace_all_uses_with(cached)

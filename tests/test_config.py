@@ -245,5 +245,20 @@ def test_an_unresolved_float_budget_has_no_schedule() -> None:
 
 
 def test_the_schedule_holds_the_integers_and_ratios_of_the_config() -> None:
-    config = CKVConfig(budget=512, n_sink=2, n_recent=8, chunk_size=64, r_init=0.5, r_decay=0.1, r_min=0.2)
-    assert dataclasses.asdict(config.schedule).items() <= dataclasses.asdict(config).items()
+    config = CKVConfig(budget=512, n_sink=2, n_recent=8, chunk_size=64, r_init=0.5, r_decay=0.1, r_min=0.2, exact=0.5)
+    plan = dataclasses.asdict(config.schedule)
+    assert plan.pop("n_exact") == (512 - 2 - 8) // 2
+    assert plan.items() <= dataclasses.asdict(config).items()
+    assert dataclasses.replace(config, exact=0.0).schedule.n_exact == 0
+
+
+def test_exact_slots_leave_a_round_what_it_must_free() -> None:
+    config = CKVConfig(budget=128, interval=64, n_sink=4, n_recent=32, exact=0.9)
+    assert config.schedule.n_exact == 128 - 4 - 32 - 64
+    assert config.schedule.mergeable(128 + 64) == 64
+
+
+@pytest.mark.parametrize("exact", [-0.1, 1.0, 2, float("nan"), True, "half"], ids=repr)
+def test_a_bad_share_of_exact_slots_is_refused(exact: object) -> None:
+    with pytest.raises(ConfigError, match="exact="):
+        CKVConfig(budget=128, exact=exact)

@@ -30,13 +30,14 @@ def after(ours, *turns):
     return cache
 
 
-def assert_same(one, other):
+def assert_same(one, other, queries=True):
     assert one.columns == other.columns
     taken = (one.state.degree > 0)[..., None]  # an empty slot may hold anything
     for name, mine, yours in zip(one.state._fields, one.state, other.state, strict=True):
         if name in ("keys", "values"):
             mine, yours = mine.where(taken, 0), yours.where(taken, 0)
-        assert torch.equal(mine, yours), name
+        if queries or name != "queries":
+            assert torch.equal(mine, yours), name
 
 
 # -------------------------------------------------------------------------------------------------------------- turns
@@ -144,7 +145,7 @@ def test_files_that_do_not_fit_are_refused(prompt, tmp_path):
     with pytest.raises(ckv_compile.InputError, match="no whole safetensors file"):
         ours.load_cache(file)
     save_file({"keys": torch.zeros(1)}, file)
-    with pytest.raises(ckv_compile.InputError, match="holds None, not 'ckv_compile cache 1'"):
+    with pytest.raises(ckv_compile.InputError, match="holds None, not 'ckv_compile cache 2'"):
         ours.load_cache(file)
     damaged = {"keys": lambda t: t[0, 0], "fill": lambda t: t + 100, "degree": lambda t: t.double(), "position": None}
     for name, change in damaged.items():
@@ -215,7 +216,7 @@ def test_a_turn_that_is_taken_back_leaves_the_cache_before_it(prompt):
     cache.crop(-8)
     later, expected = (ours(prompt(30, seed=2), past_key_values=each).logits for each in (cache, before))
     assert torch.equal(later, expected)
-    assert_same(cache, before)
+    assert_same(cache, before, queries=False)
 
 
 def test_what_cannot_be_taken_back_is_refused_and_nothing_changes(prompt):

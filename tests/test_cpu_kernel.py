@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import needs_kernel
 
+from ckv_compile import clustering
 from ckv_compile.kernels import cpu
 from ckv_compile.reference import CacheRows, Row, attend_row
 from ckv_compile.schedule import Schedule
@@ -30,13 +31,14 @@ class Case:
     keys: torch.Tensor
     values: torch.Tensor
     degree: torch.Tensor | None
+    queries: torch.Tensor | None
     fill: torch.Tensor
     active: torch.Tensor
     layer: int = 1
     scale: float = 0.125
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
-    per_row: ClassVar = ("q", "k", "v", "keys", "values", "degree", "fill", "active")
+    per_row: ClassVar = ("q", "k", "v", "keys", "values", "degree", "queries", "fill", "active")
 
     def run(self) -> torch.Tensor:
         if self.q.dtype == torch.float16 and cpu.is_available(torch.float32) and not cpu.is_available(torch.float16):
@@ -97,6 +99,7 @@ def make_case(
         keys=randn(rows, 2, kv_heads, capacity, dim),
         values=randn(rows, 2, kv_heads, capacity, dim),
         degree=torch.randint(1, 9, (rows, 2, kv_heads, capacity), generator=generator).float(),
+        queries=torch.zeros(rows, 2, kv_heads, 2, dim),
         fill=torch.tensor(fill),
         active=torch.ones(rows, dtype=torch.bool),
     )
@@ -109,7 +112,7 @@ def make_case(
 def make_ring(fill: tuple[int, ...], window: int, **shape: object) -> Case:
     """A random case of rings that have seen `fill` tokens; slots not in use yet are NaN."""
     used = tuple(min(tokens, window) for tokens in fill)
-    return replace(make_case(used, window, **shape), degree=None, fill=torch.tensor(fill))
+    return replace(make_case(used, window, **shape), degree=None, queries=None, fill=torch.tensor(fill))
 
 
 def with_sinks(case: Case) -> Case:
@@ -120,7 +123,13 @@ def with_sinks(case: Case) -> Case:
 
 def assert_right(case: Case, tolerance: float | None = None) -> None:
     expected = case.expected()
+    queries = None if case.queries is None else case.queries.clone()
     out = case.run()
+    if queries is not None:
+        for row, kv_heads in enumerate(queries[:, case.layer]):
+            if case.active[row]:
+                clustering.observe_(kv_heads, case.q[row], case.scale)
+        torch.testing.assert_close(case.queries, queries, rtol=1e-5, atol=1e-6)
     assert out.dtype == case.q.dtype
     assert out.shape == case.q.shape
     atol = TOLERANCE[out.dtype] if tolerance is None else tolerance
@@ -319,7 +328,7 @@ def test_a_ring_step_by_step(window: int, dtype: torch.dtype) -> None:
             for heads in (kv_heads * group, kv_heads, kv_heads)
         )
         active = torch.tensor([True, step >= 5])
-        case = Case(q, k, v, keys, values, None, fill, active, layer, dim**-0.5, softcap, sinks)
+        case = Case(q, k, v, keys, values, None, None, fill, active, layer, dim**-0.5, softcap, sinks)
         out = case.run()
         options = (dim**-0.5, softcap, sinks, window)
         expected = torch.zeros_like(q)
@@ -456,7 +465,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     for degree in (case.degree[..., :7], case.degree[0], case.degree[:, :1]):
         with pytest.raises(ValueError, match="cannot serve layer 1"):
             replace(case, degree=degree).run()
-    with pytest.raises(ValueError, match="degree must be float32"):
+    with pytest.raises(ValueError, match="degree and queries must be float32"):
         replace(case, degree=case.degree.double()).run()
     with pytest.raises(ValueError, match="must be contiguous"):
         replace(case, degree=case.degree.mT.contiguous().mT).run()

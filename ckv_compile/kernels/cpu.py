@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from ckv_compile.reference import RECENT
+
 _log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("decode_attention.cpp")
@@ -25,7 +27,7 @@ _SYMBOLS = {
     torch.bfloat16: "ckv_decode_bfloat16",
     torch.float16: "ckv_decode_float16",
 }
-_ARGTYPES = [ctypes.c_void_p] * 10 + [ctypes.c_int64] * 7 + [ctypes.c_float] * 2 + [ctypes.c_int]
+_ARGTYPES = [ctypes.c_void_p] * 11 + [ctypes.c_int64] * 7 + [ctypes.c_float] * 3 + [ctypes.c_int]
 
 # After Inductor's flags, of which some releases turn contraction off and others turn unsafe math on.
 _FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
@@ -52,6 +54,7 @@ def decode_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     degree: torch.Tensor | None,
+    queries: torch.Tensor | None,
     fill: torch.Tensor,
     active: torch.Tensor,
     layer: int,
@@ -59,13 +62,13 @@ def decode_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Appends one token to every active row of one layer, and attends over all slots used so far.
+    """Appends one token to every active row of one layer, takes in its queries, and attends over all used slots.
 
     The weight of a slot of degree n is softmax(q.k * scale + log n). The result of a row has the same bits
     whatever the rest of the batch is. Call it only where `is_available(q.dtype)`.
 
-    Without degrees the cache is that of a layer with a sliding window of C tokens: a ring, where a token that comes
-    after `fill` others is in slot fill % C, all weights are 1, and no row is ever full.
+    Without degrees and queries the cache is that of a layer with a sliding window of C tokens: a ring, where a token
+    that comes after `fill` others is in slot fill % C, all weights are 1, and no row is ever full.
 
     Args:
         q: queries [B, H, 1, D]; D is a multiple of 8.
@@ -74,6 +77,7 @@ def decode_attention(
         keys: cached keys [B, L, Hkv, C, D], contiguous; slot `fill` is written (of a ring, slot fill % C).
         values: cached values, likewise.
         degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing. None: a ring.
+        queries: float32 [B, L, Hkv, 2, D], contiguous: running means of scale * q and of its square. None: a ring.
         fill: int64 [B]: used slots of each row, before this token; of a ring, all tokens before it.
         active: bool [B]: a row that is not active is left as it is, and its output is zero.
         layer: the layer to serve.
@@ -93,7 +97,9 @@ def decode_attention(
     dtype, new_shape, heads = q.dtype, (rows, kv_heads, 1, dim), q.shape[1]
     if not (
         values.shape == cache_shape
+        and (degree is None) == (queries is None)
         and (degree is None or degree.shape == (rows, layers, kv_heads, capacity))
+        and (queries is None or queries.shape == (rows, layers, kv_heads, 2, dim))
         and (sinks is None or sinks.shape == (heads,))
         and q.shape == (rows, heads, 1, dim)
         and k.shape == new_shape
@@ -102,20 +108,19 @@ def decode_attention(
         and heads % kv_heads == dim % 8 == 0
         and 0 <= layer < layers
     ):
-        names = "q, k, v, keys, values, degree, fill, active, sinks"
-        tensors = (q, k, v, keys, values, degree, fill, active, sinks)
+        names = "q, k, v, keys, values, degree, queries, fill, active, sinks"
+        tensors = (q, k, v, keys, values, degree, queries, fill, active, sinks)
         shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
         raise ValueError(f"cannot serve layer {layer} with {names} of {shapes}")
     if not (k.dtype == v.dtype == keys.dtype == values.dtype == dtype) or (sinks is not None and sinks.dtype != dtype):
         others = f"{dtype} q, {keys.dtype} keys and {None if sinks is None else sinks.dtype} sinks"
         raise ValueError(f"q, k, v, keys, values, sinks must share one dtype, got {others}")
-    degree_dtype = torch.float32 if degree is None else degree.dtype
-    if (degree_dtype, fill.dtype, active.dtype) != (torch.float32, torch.int64, torch.bool):
-        raise ValueError(
-            f"degree must be float32, fill int64 and active bool, got {degree_dtype}, {fill.dtype}, {active.dtype}"
-        )
-    if not (keys.is_contiguous() and values.is_contiguous() and (degree is None or degree.is_contiguous())):
-        raise ValueError("keys, values and degree must be contiguous: the kernel writes to them in place")
+    clusters = [tensor for tensor in (degree, queries) if tensor is not None]
+    kinds = [tensor.dtype for tensor in (*clusters, fill, active)]
+    if kinds != [torch.float32] * len(clusters) + [torch.int64, torch.bool]:
+        raise ValueError(f"degree and queries must be float32, fill int64 and active bool, got {kinds}")
+    if not all(tensor.is_contiguous() for tensor in (keys, values, *clusters)):
+        raise ValueError("keys, values, degree and queries must be contiguous: the kernel writes to them in place")
 
     q, k, v, fill, active = (tensor.contiguous() for tensor in (q, k, v, fill, active))
     sinks = None if sinks is None else sinks.contiguous()
@@ -127,6 +132,7 @@ def decode_attention(
         keys.data_ptr(),
         values.data_ptr(),
         None if degree is None else degree.data_ptr(),
+        None if queries is None else queries.data_ptr(),
         fill.data_ptr(),
         active.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
@@ -140,6 +146,7 @@ def decode_attention(
         dim,
         scale,
         softcap,
+        1 / RECENT,
         torch.get_num_threads(),
     )
     if status > 0:

@@ -349,12 +349,12 @@ template <typename T>
 struct Step {
   const T *q, *k, *v;
   T *keys, *values, *out;
-  float* degree;  // null for a ring
+  float *degree, *queries;  // null for a ring
   const int64_t* fill;
   const bool* active;
   const T* sinks;  // may be null
   int64_t batch, layers, layer, kv_heads, group, capacity, dim;
-  float scale, softcap;
+  float scale, softcap, rate;
 
   // The degrees of a split begin at first_degree + its first slot * degree_step. Choosing between the two where they
   // are used made the float32 kernel a few percent slower (GCC 12).
@@ -389,9 +389,32 @@ struct Step {
     if (degree) degree[slot] = 1.0f;
   }
 
+  // Moves the running means of scale * q and of its square by `rate` towards those of this token's query heads.
+  template <int W>
+  void observe(int64_t row, int64_t kv_head) const {
+    using F = typename Vec<W>::F;
+    const T* q_heads = q + (row * kv_heads + kv_head) * group * dim;
+    float* mean = queries + ((row * layers + layer) * kv_heads + kv_head) * 2 * dim;
+    float* square = mean + dim;
+    for (int64_t d = 0; d < dim; d += W) {
+      F sum = {}, squares = {};
+      for (int64_t h = 0; h < group; ++h) {
+        const F x = load<W>(q_heads + h * dim + d) * scale;
+        sum += x;
+        squares += x * x;
+      }
+      const F old_mean = load<W>(mean + d), old_square = load<W>(square + d);
+      store<W>(mean + d, old_mean + (sum / static_cast<float>(group) - old_mean) * rate);
+      store<W>(square + d, old_square + (squares / static_cast<float>(group) - old_square) * rate);
+    }
+  }
+
   template <int W>
   void attend(int64_t row, int64_t kv_head, int64_t split, float* scratch, const Partial& result) const {
-    if (split == new_slot(row) / kSplit) append(row, kv_head);  // the only task that reads the new slot
+    if (split == new_slot(row) / kSplit) {
+      append(row, kv_head);  // this is the only task that reads the new slot
+      if (queries) observe<W>(row, kv_head);
+    }
 
     const int64_t count = std::min(kSplit, used(row) - split * kSplit);
     const int64_t slot = first_slot(row, kv_head) + split * kSplit;
@@ -515,22 +538,24 @@ int64_t decode(const Step<T>& step, int threads) {
 
 }  // namespace
 
-// Puts k, v and degree 1 into slot fill[row] of layer `layer`, and attends over slots 0 .. fill[row].
+// Puts k, v and degree 1 into slot fill[row] of layer `layer`, takes q into the means in `queries`, and attends over
+// slots 0 .. fill[row].
 //   q, out [batch, kv_heads * group, dim]; k, v [batch, kv_heads, dim]; fill, active [batch]
 //   keys, values [batch, layers, kv_heads, capacity, dim]; degree [batch, layers, kv_heads, capacity]
+//   queries [batch, layers, kv_heads, 2, dim]: running means of scale * q and of its square; a token's share is `rate`
 //   sinks [kv_heads * group], or null: one logit a query head, not scaled
-// Where degree is null, the cache is a ring, and fill the number of tokens seen before this one: k and v go into
+// Where degree and queries are null, the cache is a ring, and fill the number of tokens seen before this one: k and v go into
 // slot fill[row] % capacity, and the slots attended over are those below min(fill[row] + 1, capacity).
 // Where softcap is not 0, scores become softcap * tanh(score / softcap) before the degree enters.
 // A row that is not active is left as it is, and its output is zero. `dim` is a multiple of 8. Returns 0; row + 1
 // if that row has no free slot (nothing is written then); -1 if there is no memory.
 #define CKV_DECODE(NAME, T)                                                                                 \
   extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree,            \
-                          const int64_t* fill, const bool* active, const T* sinks, T* out, int64_t batch,   \
+                          float* queries, const int64_t* fill, const bool* active, const T* sinks, T* out, int64_t batch,   \
                           int64_t layers, int64_t layer, int64_t kv_heads, int64_t group, int64_t capacity, \
-                          int64_t dim, float scale, float softcap, int threads) {                           \
-    return decode(Step<T>{q, k, v, keys, values, out, degree, fill, active, sinks, batch, layers, layer,    \
-                          kv_heads, group, capacity, dim, scale, softcap},                                  \
+                          int64_t dim, float scale, float softcap, float rate, int threads) {               \
+    return decode(Step<T>{q, k, v, keys, values, out, degree, queries, fill, active, sinks, batch, layers, layer,    \
+                          kv_heads, group, capacity, dim, scale, softcap, rate},                                  \
                   threads);                                                                                 \
   }
 
