@@ -140,81 +140,40 @@ class _ChipElsewhere:
         return True
 
 
-def lower(module, *inputs):
-    """The graph that Inductor compiles, after it has chosen what happens in place."""
-    graphs = []
-    with torch.no_grad():
-        aot_module_simplified(
-            module, inputs, lambda graph, _: graphs.append(graph) or graph, keep_inference_input_mutations=True
-        )
-    (lowered,) = graphs
-    assert not [node for node in lowered.graph.nodes if "ckv" in str(node.target)]
-    inputs = [node.meta["val"] for node in lowered.graph.find_nodes(op="placeholder")]
-    with V.set_fake_mode(detect_fake_mode(inputs)):
-        reinplace_inplaceable_ops(SimpleNamespace(incremental_update=lambda: None), lowered.graph)
-    return lowered
-
-
-def launches_in_place(lowered):
-    """What each launch of a lowered graph asks for; none of them clones what belongs to the state."""
-    launches = lowered.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
-    for node in launches:
-        written = {"keys_ptr", "values_ptr", "degree_ptr", "queries_ptr", "fill_ptr", "position_ptr"}
-        assert not written & set(node.kwargs["tensors_to_clone"]), node
-    return [build_of(node) for node in launches]
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
-def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, monkeypatch):
+@pytest.mark.parametrize(("family", "exact"), [("llama", 0.5), ("gpt-oss", 0.0)])
+def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, exact, monkeypatch):
     """What Inductor is given for a CUDA package: launches that it can compile, which write to the state in place."""
     monkeypatch.setattr(triton.runtime.driver, "_active", _ChipElsewhere())
     model = tiny_model(family, head_dim=64).to(torch.bfloat16)
-    options = {"budget": 160, "interval": 32, "n_recent": 8, "n_sink": 2, "chunk_size": 16}
+    options = {"budget": 160, "interval": 32, "n_recent": 8, "n_sink": 2, "exact": exact, "chunk_size": 16}
     rewritten, config = rewrite_model(model, None, options)
     state = CacheState.allocate(rewritten.shape, config.capacity, 1)
     ids = torch.zeros(1, 1, dtype=torch.int64)
     graph = reexport(rewritten.graph, ids, state)
     assert lower_to_triton(graph) == 4  # three layers, and the compaction
     graph.recompile()
-    lowered = lower(graph, ids, *state)
-    launches = launches_in_place(lowered)
-    assert len(launches) == 6  # a compaction has three
-    for build in launches:
+    graphs = []
+    with torch.no_grad():
+        aot_module_simplified(
+            graph, (ids, *state), lambda graph, _: graphs.append(graph) or graph, keep_inference_input_mutations=True
+        )
+    (lowered,) = graphs
+    assert not [node for node in lowered.graph.nodes if "ckv" in str(node.target)]
+    inputs = [node.meta["val"] for node in lowered.graph.find_nodes(op="placeholder")]
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        reinplace_inplaceable_ops(SimpleNamespace(incremental_update=lambda: None), lowered.graph)
+    launches = lowered.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    assert len(launches) == (7 if exact else 6)  # a compaction has three, and one more where slots are exact
+    for node in launches:
+        written = {"keys_ptr", "values_ptr", "degree_ptr", "queries_ptr", "fill_ptr", "position_ptr"}
+        assert not written & set(node.kwargs["tensors_to_clone"]), node
+        build = build_of(node)
         for target in ("sm_80", "sm_90"):
             assert aot.report(build, target).resources.shared <= MOST_SHARED[target]
     for node in lowered.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         assert node.args[0] is node.args[1]  # of what was written in place: Inductor drops it
     clones = lowered.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
     assert all(node.meta["val"].numel() < state.keys[0, 0].numel() for node in clones)
-
-
-class _Layer(torch.nn.Module):
-    """One layer of a step and its compaction, by the operators that a CUDA package holds."""
-
-    def __init__(self, n_exact):
-        super().__init__()
-        self.n_exact = n_exact
-
-    def forward(self, q, k, v, keys, values, degree, queries, fill, active, position):
-        plan = (28, 2, 4, 8, 0.5, 0.1, 0.1, self.n_exact)
-        state = (keys, values, degree, queries, fill, active)
-        out = torch.ops.ckv_triton.cached_attention(q, k, v, *state, 0, 0.125, None, 0.0, *plan)
-        torch.ops.ckv_triton.compact_(*state, position, 1, *plan)
-        return (out,)
-
-
-@pytest.mark.parametrize("n_exact", [0, 10])
-def test_exact_slots_are_exchanged_in_place_in_a_lowered_step(n_exact, monkeypatch):
-    import ckv_compile.kernels.embedded  # noqa: F401  (defines the operators)
-
-    monkeypatch.setattr(triton.runtime.driver, "_active", _ChipElsewhere())
-    q, k, cache = torch.zeros(1, 4, 1, 64), torch.zeros(1, 2, 1, 64), torch.zeros(1, 1, 2, 40, 64)
-    state = (cache, cache.clone(), torch.zeros(1, 1, 2, 40), torch.zeros(1, 1, 2, 2, 64))
-    counters = (torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64))
-    lowered = lower(_Layer(n_exact), q, k, k.clone(), *state, *counters)
-    names = [build.kernel.__name__ for build in launches_in_place(lowered)]
-    exchange = ["_exchange_kernel"] if n_exact else []
-    assert names == ["_decode_kernel", *exchange, "_match_kernel", "_select_kernel", "_move_kernel"]
 
 
 def build_of(launch):
