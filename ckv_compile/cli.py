@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import inspect
 import io
+import json
 import logging
 import re
 import sys
@@ -48,6 +49,7 @@ TASKS = (
     "recall",
     "documents",
 )
+CONTESTANTS = ("dynamic", "static", "kvpress-snapkv", "kvpress-knorm", "llama.cpp", "ours")
 METHODS = ("ours", "full", "streaming", "h2o", "snapkv", "tova", "key-norm", "keydiff", "expected-attention", "kmeans")
 _CHAT_COMMANDS = "/reset, /save FILE, /load FILE, /stats, /exit"
 
@@ -121,6 +123,10 @@ def _task(text: str) -> str:
 
 def _method(text: str) -> str:
     return _one_of(METHODS, text)
+
+
+def _contestant(text: str) -> str:
+    return _one_of(CONTESTANTS, text)
 
 
 def _one_of(known: Sequence[str], text: str) -> str:
@@ -547,35 +553,85 @@ def plan(
 
 
 @app.command()
+@_takes_config("budget", "max_batch_size")
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="Hub id, folder, .gguf file or smollm2.", show_default="smollm2"),
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="Hub id, folder, .gguf file or smollm2.")] = "smollm2",
+    contestant: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_contestant,
+            metavar="CONTESTANT",
+            help=f"Who runs: {', '.join(CONTESTANTS)}. Repeatable.",
+            show_default="all",
+        ),
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Prompt tokens.")] = 8000,
-    budget: Annotated[int, typer.Option(min=1, help="Slots per KV head.")] = 2048,
-    tokens: Annotated[int, typer.Option(min=4, help="Tokens to generate.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each method.")] = 3,
+    context: Annotated[
+        list[int] | None, typer.Option(min=2, help="Prompt tokens. Repeatable.", show_default="2048, 8192")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows. Repeatable.", show_default="1")] = None,
+    budget: Budgets = None,
+    tokens: Annotated[int, typer.Option(min=4, help="Tokens to generate in a run.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each contestant, in turn.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="as torch chooses")] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, typer.Option(help="Of the speed table.", show_default="both")
-    ] = None,
-    only: Annotated[
-        Literal["speed", "flatness", "memory", "quality"] | None, typer.Option(help="Run one of the tables.")
-    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights and cache.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    compile: Annotated[
+        str, typer.Option(help="Of ours: inductor, inductor-no-cudagraphs, or eager, which compiles nothing.")
+    ] = "inductor",
+    plots: Annotated[Path | None, typer.Option(help="Folder for pictures (PNG).")] = None,
+    save: Annotated[Path | None, typer.Option(help="File for the JSON document, beside the table.")] = None,
     as_json: Json = False,
+    options: Any = None,
 ) -> None:
-    """Measure time per token, prefill, memory and quality beside transformers' own caches.
+    """Measure speed and memory beside what you would use instead.
 
-    `python -m ckv_compile.benchmark` is the same, and can print the least time of a decode step on some GPUs too.
+    Contestants are the dynamic and the compiled static cache of transformers, kvpress, llama.cpp, and ours with
+    everything kept and with each budget; `make peers` in a checkout installs kvpress and llama.cpp. Each is a process
+    of its own, and all are asked in turn. llama.cpp runs with its file as shipped and with weights and cache of
+    --dtype.
+
+    "floor" is what reading the weights and the cache once takes at the bandwidth measured in the run. "compression" is
+    what the prefill takes longer than that of ours with everything kept. "peak" is the most memory that the process
+    held after it was ready, on a GPU the most that torch allocated there. Compile times are those of the first context
+    and batch, with nothing compiled before and once more.
+
+    A context may be longer than the model's own: its replies then mean nothing, and its speed is the same.
+
+    Example: `ckv bench smollm2 --context 2048 --context 8192 --budget 25% --plots pictures`
     """
-    from ckv_compile.benchmark import report, run
+    if plots is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plots needs matplotlib: pip install 'ckv_compile[plot]', or leave it out")
+    _quiet()
 
-    result = run(model, context, budget, tokens, rounds, threads, [dtype] if dtype else ["float32", "bfloat16"], only)
+    from ckv_compile.benchmark import contest
+    from ckv_compile.loading import check_device
+
+    check_device(device)
+    with render.bar("runs") as show:
+        document = contest(
+            model,
+            context or [2048, 8192],
+            batch or [1],
+            budget or SHARES,
+            kinds=contestant or CONTESTANTS,
+            tokens=tokens,
+            rounds=rounds,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            compile=compile,
+            progress=show,
+            **options,
+        )
+    if save is not None:
+        save.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if plots is not None:
+        for file in render.contest_plots(document, plots):
+            _note(f"wrote {file}")
     if as_json:
-        render.print_json(result)
+        render.print_json(document)
     else:
-        print(report(result))
+        render.contest(document)
 
 
 @app.command("eval")

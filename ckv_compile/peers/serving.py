@@ -72,10 +72,9 @@ def peak_bytes(cuda: bool, reset: bool = False) -> int | None:
     if cuda:
         import torch
 
-        peak = torch.cuda.max_memory_allocated()
         if reset:
             torch.cuda.reset_peak_memory_stats()
-        return peak
+        return torch.cuda.max_memory_allocated()
     if sys.platform != "linux":
         return None
     if reset:
