@@ -11,14 +11,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 from conftest import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import ckv_compile
-from ckv_compile import benchmark, cli
+from ckv_compile import cli
 from ckv_compile.chat import Conversation, generate_on
 from ckv_compile.errors import InputError
 
@@ -421,17 +420,6 @@ def test_eval_compares_budgets_with_the_full_cache(tiny, tmp_path):
     assert abs(full["kl"]) < 1e-6 < kept["kl"]
 
 
-def test_bench_passes_its_options_on(tiny, monkeypatch):
-    monkeypatch.setattr(benchmark, "QUALITY_TOKENS", 10)
-    monkeypatch.setattr(benchmark, "QUALITY_BUDGETS", ())
-    threads = torch.get_num_threads()
-    result = ckv("bench", tiny, "--only", "quality", "--context", 150, "--threads", threads, "--json")
-    assert result.exit_code == 0, result.stderr
-    document = json.loads(result.stdout)
-    assert [row["kept"] for row in document["quality"]] == [1.0]
-    assert (document["machine"]["model"], document["runs"]) == (tiny, [])
-
-
 def test_export_writes_an_artifact_that_generates_the_same(compiled, artifact):
     folder, document = artifact
     assert document["config"]["budget"] == 64
@@ -537,7 +525,9 @@ def test_eval_needs_the_original_of_an_artifact(artifact):
         (["plan", "TINY", "--memory", "1GB", "--budget", "20"], 1, "budget=20 slots cannot hold"),
         (["plan", "TINY", "--memory", "1GB", "--plot", "plan.txt2"], 1, "--plot plan.txt2"),
         (["eval", "TINY", "--context", "99999999"], 1, "the text has only"),
-        (["bench", "TINY", "--only", "quality", "--context", "99999999"], 1, "the text has only"),
+        (["bench", "TRUNCATED", "--contestant", "vllm"], 2, "'vllm': choose one of dynamic, static"),
+        (["bench", "TRUNCATED", "--budget", "20"], 1, "budget=20 slots cannot hold"),
+        (["bench", "TRUNCATED", "--device", "tpu"], 1, "device='tpu' cannot be used here"),
         (["generate"], 2, "MODEL"),
         (["tell"], 2, "No such command"),
     ],
