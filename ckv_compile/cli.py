@@ -603,7 +603,7 @@ def bench(
         raise ConfigError("--plots needs matplotlib: pip install 'ckv_compile[plot]', or leave it out")
     _quiet()
 
-    from ckv_compile.benchmark import contest
+    from ckv_compile.benchmark.contest import contest
     from ckv_compile.loading import check_device
 
     check_device(device)

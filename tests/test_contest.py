@@ -2,7 +2,6 @@
 
 import functools
 import json
-import sys
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ CONTEXT = 150
 HOW = {"tokens": 6, "rounds": 2, "dtype": "float32", "device": "cpu", "threads": None, "compile": "eager"}
 TOKEN_BYTES = 3 * 3 * 2 * 8 * 4  # layers, KV heads, keys and values, head size, float32
 SLOT_BYTES = TOKEN_BYTES + 3 * 3 * 4  # and its degrees
-MODULE = sys.modules["ckv_compile.benchmark.contest"]  # the package gives the function of that name
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def _alone(monkeypatch, tmp_path):
 
 
 def run(source, **how):
-    return contest(source, **{"batches": [1], "budgets": [], "progress": lambda done, total: None} | HOW | how)
+    return contest.contest(source, **{"batches": [1], "budgets": [], "progress": lambda done, total: None} | HOW | how)
 
 
 @pytest.fixture
@@ -71,7 +69,7 @@ def canned(monkeypatch):
         def close(self):
             asked.append(("close", self.folder, None))
 
-    monkeypatch.setattr(MODULE, "Worker", Canned)
+    monkeypatch.setattr(contest, "Worker", Canned)
     return asked
 
 

@@ -4,7 +4,6 @@
 of `peers`; `contestants` says who they are, `timing` how a run is timed. `tables` looks closer at ours, in one process.
 """
 
-from ckv_compile.benchmark.contest import contest
 from ckv_compile.benchmark.timing import cache_bytes
 
-__all__ = ["cache_bytes", "contest"]
+__all__ = ["cache_bytes"]
