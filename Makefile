@@ -37,8 +37,8 @@ lint: setup
 bench: setup
 	$(BIN)/python -m ckv_compile.benchmark $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-# What `ckv bench` and `ckv eval` compare with, in environments of their own: kvpress needs an older transformers, and
-# llama-cpp-python is built from source, which takes half an hour on one core.
+# What `ckv bench` compares with, in environments of their own: kvpress needs an older transformers, and llama-cpp-python
+# is built from source, which takes about ten minutes on one core.
 peers: .venv-kvpress/ready .venv-llama/ready
 
 .venv-kvpress/ready:
@@ -48,7 +48,7 @@ peers: .venv-kvpress/ready .venv-llama/ready
 
 .venv-llama/ready:
 	test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
-	.venv-llama/bin/python -m pip install --quiet --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	.venv-llama/bin/python -m pip install --quiet llama-cpp-python==0.3.36
 	touch $@
 
 clean:

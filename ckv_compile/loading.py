@@ -78,8 +78,7 @@ def load_model(source: str = SMOLLM2, dtype: Dtype = torch.float32) -> tuple[Pre
 
 def load_weights(source: str, dtype: Dtype) -> PreTrainedModel:
     """Load the model of `load_model` alone."""
-    if artifact.is_artifact(source):
-        raise CKVError(f"{source} is an artifact; this needs the model that it was exported from")
+    check_original(source)
     with _named(source):
         return AutoModelForCausalLM.from_pretrained(path_of(source), dtype=dtype).eval()
 
@@ -105,6 +104,16 @@ def load_config(source: str) -> PreTrainedConfig:
         if file.suffix == ".gguf" and file.is_file():  # converting it would read the weights
             return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
         return AutoConfig.from_pretrained(path_of(source))
+
+
+def check_original(source: str) -> None:
+    """Refuse an artifact.
+
+    Raises:
+        CKVError: if it is one.
+    """
+    if artifact.is_artifact(source):
+        raise CKVError(f"{source} is an artifact; this needs the model that it was exported from")
 
 
 def check_device(device: str) -> None:

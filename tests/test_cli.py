@@ -473,8 +473,9 @@ def test_the_options_of_an_artifact_may_be_said_again(artifact):
     assert ckv("generate", artifact[0], "w5", "--dtype", "float32", "--max-new-tokens", 2, *EAGER).exit_code == 0
 
 
-def test_eval_needs_the_original_of_an_artifact(artifact):
-    result = ckv("eval", artifact[0])
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_commands_that_compare_need_the_original_of_an_artifact(artifact, command):
+    result = ckv(command, artifact[0])
     assert result.exit_code == 1
     assert "is an artifact; this needs the model that it was exported from" in result.stderr
 

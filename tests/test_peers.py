@@ -85,8 +85,9 @@ def test_the_environments_are_those_of_the_makefile(monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "ROOT", tmp_path)
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     for peer in ("kvpress", "llama"):
-        python = tmp_path / f".venv-{peer}" / "bin" / "python"
-        assert f"-m venv .venv-{peer}\n" in makefile
-        python.parent.mkdir(parents=True)
-        python.touch()
-        assert command_of(peer) == [str(python), str(FOLDER / f"{peer}_adapter.py")]
+        folder = tmp_path / f".venv-{peer}"
+        assert f"\n.venv-{peer}/ready:\n" in makefile
+        folder.mkdir()
+        assert command_of(peer) is None  # it is being made
+        (folder / "ready").touch()
+        assert command_of(peer) == [str(folder / "bin" / "python"), str(FOLDER / f"{peer}_adapter.py")]

@@ -23,7 +23,7 @@ from ckv_compile.benchmark.contestants import COMPILED, KINDS, OURS, Contestant,
 from ckv_compile.benchmark.timing import Memory, machine_name
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import InputError, PeerError
-from ckv_compile.loading import load_config
+from ckv_compile.loading import check_original, load_config
 from ckv_compile.peers import Worker
 from ckv_compile.plan import context_of, slots_of
 
@@ -80,7 +80,7 @@ def contest(
     Raises:
         InputError: for a number that is too small, or a kind that does not exist.
         ConfigError: for a bad budget or option.
-        CKVError: if there is no such model.
+        CKVError: if there is no such model, or for an artifact.
     """
     if tokens < WARM_UP + 2 or rounds < 1:
         raise InputError(
@@ -92,6 +92,7 @@ def contest(
     for context in contexts:
         for budget in budgets:
             CKVConfig.from_options({**options, "budget": slots_of(budget, context)})
+    check_original(source)
     config = load_config(source)
     threads = threads or torch.get_num_threads()
     torch.set_num_threads(threads)

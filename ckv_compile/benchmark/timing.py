@@ -71,6 +71,8 @@ class Memory:
 
     def __init__(self, device: str = "cpu") -> None:
         self._data = torch.randn(BANDWIDTH_BYTES // 4, device=device)
+        if self._data.is_cuda:
+            torch.cuda.set_device(self._data.device)  # of clocks
         self._samples: list[float] = []
 
     def sample(self) -> None:

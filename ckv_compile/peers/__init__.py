@@ -81,8 +81,10 @@ class Worker:
 
 def command_of(peer: str) -> list[str] | None:
     """What starts the adapter of "kvpress" or "llama"; None if `make peers` has not made its environment."""
-    python = ROOT / f".venv-{peer}" / "bin" / "python"
-    return [str(python), str(Path(__file__).with_name(f"{peer}_adapter.py"))] if python.exists() else None
+    folder = ROOT / f".venv-{peer}"
+    if not (folder / "ready").exists():
+        return None
+    return [str(folder / "bin" / "python"), str(Path(__file__).with_name(f"{peer}_adapter.py"))]
 
 
 def kvpress(jobs: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
