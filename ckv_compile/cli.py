@@ -555,7 +555,7 @@ def plan(
 @app.command()
 @_takes_config("budget", "max_batch_size")
 def bench(
-    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="Hub id, folder, .gguf file or smollm2.")] = "smollm2",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file or smollm2.")] = "smollm2",
     contestant: Annotated[
         list[Any] | None,
         typer.Option(
@@ -607,7 +607,7 @@ def bench(
     from ckv_compile.loading import check_device
 
     check_device(device)
-    with render.bar("runs") as show:
+    with render.bar("starts and runs") as show:
         document = contest(
             model,
             context or [2048, 8192],

@@ -70,7 +70,7 @@ def contest(
         device: "cpu" or a CUDA device.
         threads: on the CPU; None is torch's choice.
         compile: of ours, as in `transform`.
-        progress: told the runs that are done and how many there are.
+        progress: told the starts and runs that are done and how many there are.
         **options: other fields of `CKVConfig`, of ours.
 
     Returns:
@@ -107,16 +107,17 @@ def contest(
             memory = Memory(device)
             with contextlib.ExitStack() as stack:
                 runners = [_Runner(each, job, Path(compiled)) for each in found]
+                total = len(cells) * len(runners) * (1 + rounds)
                 for runner in runners:
                     stack.callback(runner.close)
                     runner.start(cold=(context, batch) == cells[0])
+                    progress(done := done + 1, total)
                 for _ in range(rounds):
                     for runner in runners:
                         memory.sample()
                         runner.run()
                         memory.sample()
-                        done += 1
-                        progress(done, len(cells) * rounds * len(runners))
+                        progress(done := done + 1, total)
             whole = next((each.prefills for each in runners if each.contestant.kind == OURS), [])
             rows += [
                 {"context": context, "batch": batch} | runner.row(batch, whole, memory.bandwidth())
