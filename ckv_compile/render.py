@@ -186,6 +186,7 @@ def contest_plots(document: dict[str, Any], folder: Path) -> list[Path]:
     Raises:
         OSError: if a file cannot be written.
     """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -195,6 +196,7 @@ def contest_plots(document: dict[str, Any], folder: Path) -> list[Path]:
         for name, kinds in _PLOTS.items():
             figure = Figure(figsize=(7 * len(kinds), 5), layout="constrained")
             for axes, (what, value) in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+                axes.set_prop_cycle(color=colormaps["tab20"].colors)  # there may be more lines than usual colours
                 for each in dict.fromkeys(map(contestant, rows)):
                     points = [(row["context"], value(row)) for row in rows if contestant(row) == each]
                     points = [point for point in points if point[1] is not None]
