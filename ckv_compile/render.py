@@ -194,9 +194,9 @@ def contest_plots(document: dict[str, Any], folder: Path) -> list[Path]:
     for batch in dict.fromkeys(row["batch"] for row in document["rows"]):
         rows = [row for row in document["rows"] if row["batch"] == batch and not row["failed"]]
         for name, kinds in _PLOTS.items():
-            figure = Figure(figsize=(7 * len(kinds), 5), layout="constrained")
+            figure = Figure(figsize=(3 + 6 * len(kinds), 5), layout="constrained")
             for axes, (what, value) in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-                axes.set_prop_cycle(color=colormaps["tab20"].colors)  # there may be more lines than usual colours
+                axes.set_prop_cycle(color=colormaps["tab20"](range(20)))  # there may be more lines than usual colours
                 for each in dict.fromkeys(map(contestant, rows)):
                     points = [(row["context"], value(row)) for row in rows if contestant(row) == each]
                     points = [point for point in points if point[1] is not None]
@@ -207,7 +207,7 @@ def contest_plots(document: dict[str, Any], folder: Path) -> list[Path]:
                 axes.set_ylim(bottom=0)
                 axes.set(xlabel="context, tokens", ylabel=what)
                 axes.grid(alpha=0.3)
-            axes.legend(fontsize="small")
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize="small")
             figure.suptitle(f"{document['model']} in {document['dtype']}, batch {batch}, {document['machine']['name']}")
             written.append(folder / f"{name}-batch{batch}.png")
             figure.savefig(written[-1], dpi=150)
