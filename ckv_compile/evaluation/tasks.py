@@ -15,7 +15,7 @@ import pydoc_data.topics
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ckv_compile.errors import InputError
@@ -56,13 +56,33 @@ _MARGIN = 8  # tokens of a reply beside its answers
 _MARK = "\N{BLACK SQUARE}"  # stands in for the message when a chat is cut there
 
 
+def score(answers: tuple[str, ...], reply: str) -> float:
+    """The share of answers that a reply contains, in upper or lower case."""
+    return sum(answer.lower() in reply.lower() for answer in answers) / len(answers)
+
+
 class Sample(NamedTuple):
-    """One prompt, in tokens: the same for every method."""
+    """What a model reads, in tokens: the same for every method."""
 
     context: list[int]  # with what the chat template puts before it
     question: list[int]  # with what the template puts behind it, and the beginning of the reply
     answers: tuple[str, ...]  # what the reply is to contain
     reply: int  # tokens to generate at most
+    metric: Callable[[tuple[str, ...], str], float] = score  # of answers and reply, from 0 to 1
+
+    def found(self, reply: str) -> bool:
+        """Whether the score is full, whatever else a reply goes on to say."""
+        return self.metric is score and score(self.answers, reply) == 1.0
+
+
+class Prompt(NamedTuple):
+    """A sample, and what tells it from others."""
+
+    task: str
+    length: int  # tokens of context and question
+    depth: float
+    seed: int
+    sample: Sample
 
 
 class _Text(NamedTuple):
@@ -118,9 +138,34 @@ def make(kind: str, tokenizer: Any, length: int, depth: float, seed: int) -> Sam
     )
 
 
-def score(answers: tuple[str, ...], reply: str) -> float:
-    """The share of answers that a reply contains, in upper or lower case."""
-    return sum(answer.lower() in reply.lower() for answer in answers) / len(answers)
+def prompts(
+    kinds: Sequence[str],
+    tokenizer: Any,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    samples: int,
+    seed: int = 0,
+) -> list[Prompt]:
+    """Make the prompts of several kinds.
+
+    Args:
+        kinds: of `KINDS`.
+        tokenizer: a Hugging Face tokenizer.
+        lengths: tokens of the prompts.
+        depths: where the needle stands; the samples take them in turn.
+        samples: prompts of every kind and length.
+        seed: of the first of them; the others follow.
+
+    Raises:
+        InputError: for a kind that does not exist, or a length that its needles do not fit in.
+    """
+    return [
+        Prompt(kind, length, depth, seed + i, make(kind, tokenizer, length, depth, seed + i))
+        for kind in kinds
+        for length in lengths
+        for i, depth in zip(range(samples), itertools.cycle(depths))
+    ]
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
