@@ -735,6 +735,9 @@ def eval_(
         if value is not None:
             raise typer.BadParameter(f"{name} is for {'texts: leave --task out' if task else 'tasks: add a --task'}")
     texts = {str(path): _text(path.read_bytes(), str(path)) for path in file or []}
+    budgets: Sequence[Budget] = budget or SHARES
+    contexts = (length or [1024]) if task else [context or 2048]
+    _check_budgets([max(contexts), *budgets], min(contexts), {"interval": 1} | options)
     _quiet()
 
     from ckv_compile.evaluation import harness, session, tasks
@@ -745,9 +748,8 @@ def eval_(
 
     labels = [*(method or []), *(label for name in ablation or [] for label in GROUPS[name])]
     labels = labels or ["ours" if task else "ours:interval=64"]
-    chosen = harness.choose([candidate(label) for label in labels], budget or SHARES)
-    for tokens_kept in (length or [1024]) if task else [context or 2048]:
-        harness.compressions(chosen, tokens_kept, options)  # a mistake here should not wait for the weights
+    chosen = harness.choose([candidate(label) for label in labels], budgets)
+    harness.compressions(chosen, min(contexts), options)  # a mistake here should not wait for the weights
     if device is not None:
         check_device(device)
     with render.busy("loading"):
@@ -759,7 +761,7 @@ def eval_(
             prompts = tasks.prompts(
                 task,
                 tokenizer,
-                lengths=length or [1024],
+                lengths=contexts,
                 depths=depth or [0.0, 0.25, 0.5, 0.75, 1.0],
                 samples=samples or 20,
                 seed=seed or 0,
@@ -770,7 +772,7 @@ def eval_(
         else:
             if text or not texts:
                 texts = {name: NAMED[name]() for name in text or TEXTS[1::2]} | texts
-            document = run.read(texts, context or 2048, tokens or 256, windows or 4, show)
+            document = run.read(texts, contexts[0], tokens or 256, windows or 4, show)
     if as_json:
         render.print_json(document)
     elif task:
