@@ -631,6 +631,10 @@ def eval_(
             show_default="none: texts are predicted",
         ),
     ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Of tasks: prompts of RULER or LongBench, as JSON lines. Repeatable."),
+    ] = None,
     method: Annotated[
         list[Any] | None,
         typer.Option(
@@ -717,9 +721,9 @@ def eval_(
     both rank the same token first. A share is one of --context. Only ours with an interval compacts again while it
     predicts.
 
-    With tasks: prompts of an exact length, whose answers stand in the context. Cells are mean scores with their 95 %
-    intervals. A task says nothing where the full cache is below 70 %, and is then left out of the mean over tasks. A
-    share is one of --length. Nothing is compacted again after the prompt.
+    With tasks: prompts of an exact length, whose answers stand in the context; with --data those of a file, as long as
+    they are. Cells are mean scores with their 95 % intervals. A task says nothing where the full cache is below 70 %,
+    and is then left out of the mean over tasks. A share is one of the prompt. Nothing is compacted again after it.
 
     A budget is what is kept. All methods get the same prompts, and keep the first --n-sink and the last --n-recent
     tokens.
@@ -731,23 +735,24 @@ def eval_(
     """
     of_tasks = {"--length": length, "--depth": depth, "--samples": samples, "--seed": seed, "--protocol": protocol}
     of_texts = {"--text": text, "--file": file, "--context": context, "--tokens": tokens, "--windows": windows}
-    for name, value in (of_texts if task else of_tasks).items():
+    asks = bool(task or data)
+    for name, value in (of_texts if asks else of_tasks).items():
         if value is not None:
-            raise typer.BadParameter(f"{name} is for {'texts: leave --task out' if task else 'tasks: add a --task'}")
+            raise typer.BadParameter(f"{name} is for {'texts: leave --task out' if asks else 'tasks: add a --task'}")
     texts = {str(path): _text(path.read_bytes(), str(path)) for path in file or []}
     budgets: Sequence[Budget] = budget or SHARES
-    contexts = (length or [1024]) if task else [context or 2048]
+    contexts = (length or [1024]) if asks else [context or 2048]
     _check_budgets([max(contexts), *budgets], min(contexts), {"interval": 1} | options)
     _quiet()
 
-    from ckv_compile.evaluation import harness, session, tasks
+    from ckv_compile.evaluation import files, harness, session, tasks
     from ckv_compile.evaluation.ablations import ABLATIONS as GROUPS
     from ckv_compile.evaluation.candidates import candidate
     from ckv_compile.evaluation.texts import TEXTS as NAMED
     from ckv_compile.loading import check_device, load_model
 
     labels = [*(method or []), *(label for name in ablation or [] for label in GROUPS[name])]
-    labels = labels or ["ours" if task else "ours:interval=64"]
+    labels = labels or ["ours" if asks else "ours:interval=64"]
     chosen = harness.choose([candidate(label) for label in labels], budgets)
     harness.compressions(chosen, min(contexts), options)  # a mistake here should not wait for the weights
     if device is not None:
@@ -756,16 +761,18 @@ def eval_(
         original, tokenizer = load_model(model, _torch_dtype(dtype or "auto"))
         original = original.to(device or "cpu")
     run = session.Session(model, original, tokenizer, chosen, options, out)
-    with render.bar("prompts" if task else "windows") as show:
-        if task:
+    with render.bar("prompts" if asks else "windows") as show:
+        if asks:
             prompts = tasks.prompts(
-                task,
+                task or [],
                 tokenizer,
                 lengths=contexts,
                 depths=depth or [0.0, 0.25, 0.5, 0.75, 1.0],
                 samples=samples or 20,
                 seed=seed or 0,
             )
+            for path in data or []:
+                prompts += files.prompts_of(path, tokenizer, samples or 20)
             document = run.ask(
                 prompts, ("inside", "after") if protocol is None or protocol == "both" else (protocol,), show
             )
@@ -775,7 +782,7 @@ def eval_(
             document = run.read(texts, contexts[0], tokens or 256, windows or 4, show)
     if as_json:
         render.print_json(document)
-    elif task:
+    elif asks:
         render.scores(document["rows"])
     else:
         render.qualities(document["rows"])

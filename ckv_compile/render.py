@@ -116,8 +116,9 @@ def scores(rows: Sequence[dict[str, Any]]) -> None:
             (row["method"], row["budget"]): f"{row['score']:.0%} ({row['low']:.0%} - {row['high']:.0%})" for row in own
         }
         task, length, protocol = prompt
+        tokens = f"{length:,} tokens" if length else "prompts of files"
         title = (
-            f"{'mean over tasks' if task == 'mean' else task}, {length:,} tokens, question {protocol}, "
+            f"{'mean over tasks' if task == 'mean' else task}, {tokens}, question {protocol}, "
             f"{own[0]['samples']} samples: full cache "
             f"{cells['full', None]}{'' if own[0]['says_something'] else ', so it says nothing: below 70%'}"
         )

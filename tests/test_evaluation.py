@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ckv_compile import cli, render
 from ckv_compile.errors import ConfigError, InputError, UnsupportedModelError
-from ckv_compile.evaluation import evaluate, harness, methods, tasks, texts
+from ckv_compile.evaluation import evaluate, files, harness, methods, tasks, texts
 from ckv_compile.evaluation.ablations import ABLATIONS, VARIANTS, csm
 from ckv_compile.evaluation.candidates import KNOWN, candidate, compression
 from ckv_compile.evaluation.harness import Chosen, Reader, choose, predict, run
@@ -532,6 +532,79 @@ def test_texts_for_tuning_and_reporting_are_others():
     for kind in ("reference", "sources"):
         tuning, reporting = ({*found[f"{kind}-{use}"].splitlines()} for use in ("tuning", "reporting"))
         assert len([line for line in tuning & reporting if len(line.strip()) > 60]) < 0.01 * len(reporting)
+
+
+def write(path, *records):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_files_of_ruler_are_read(tmp_path):
+    record = {"index": 0, "input": "Remember.\nThe number is 12.\nWhat is it?", "outputs": ["12", "13"], "length": 40}
+    characters = tokenizer()
+    niah = write(tmp_path / "niah_single_1" / "validation.jsonl", record, record | {"answer_prefix": " It is"})
+    plain, prefixed = files.prompts_of(niah, characters, 5)
+    assert [(each.task, each.length, each.seed) for each in (plain, prefixed)] == [
+        ("niah_single_1", 0, i) for i in (0, 1)
+    ]
+    assert characters.decode(plain.sample.context) == "<user>Remember.\nThe number is 12."
+    assert characters.decode(plain.sample.question) == "\nWhat is it?\n<assistant>"
+    assert characters.decode(prefixed.sample.question).endswith("<assistant> It is")
+    assert plain.sample.metric(plain.sample.answers, "12, I think") == 0.5
+    (qa,) = files.prompts_of(write(tmp_path / "qa_1.jsonl", record, record), characters, 1)
+    assert qa.sample.metric(qa.sample.answers, "12, I think") == 1.0
+
+
+def test_files_of_longbench_are_read(tmp_path):
+    record = {"input": "Who?", "context": "Ada wrote it.", "answers": ["Ada", "Lady Ada"], "length": 3}
+    path = write(tmp_path / "all.jsonl", record | {"dataset": "hotpotqa_e"}, record | {"dataset": "gov_report"})
+    qa, report = files.prompts_of(path, tokenizer(), 9)
+    assert (qa.task, report.task) == ("hotpotqa", "gov_report")
+    assert "Question: Who?" in tokenizer().decode(qa.sample.question)
+    assert tokenizer().decode(report.sample.context) == "<user>Ada wrote it."
+    assert qa.sample.metric(qa.sample.answers, "It was Ada.") == pytest.approx(0.5)
+    assert not qa.sample.found("Ada")  # whose F1 what follows may change
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question": "Who?"}, "line 1 has question: a line of RULER has input, outputs"),
+        ({"input": "", "context": "", "answers": [], "dataset": "dureader"}, "dataset 'dureader' has no metric here"),
+    ],
+    ids=["fields", "dataset"],
+)
+def test_a_file_of_something_else_is_refused(record, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        files.prompts_of(write(tmp_path / "some.jsonl", record), tokenizer(), 1)
+    (tmp_path / "some.jsonl").write_text("prose")
+    with pytest.raises(InputError, match="line 1: no JSON"):
+        files.prompts_of(tmp_path / "some.jsonl", tokenizer(), 1)
+
+
+@pytest.mark.parametrize(
+    ("metric", "reply", "expected"),
+    [
+        (files.f1, "the Cat sat", 0.8),
+        (files.f1, "", 0.0),
+        (files.rouge_l, "a cat that sat down", 2 * 2 / (3 + 5)),
+        (files.rouge_l, "dogs", 0.0),
+        (files.first_class, "A big cat sat\nor not", 1.0),
+        (files.first_class, "a dog\nbig cat sat", 0.0),
+        (files.code_likeness, "# what?\nbig cat sat\n", 1.0),
+        (files.any_of, "Some 12", 1.0),
+    ],
+    ids=["F1", "F1 of nothing", "ROUGE-L", "ROUGE-L of others", "class", "later class", "code", "any"],
+)
+def test_metrics_of_files(metric, reply, expected):
+    answers = ("12",) if metric is files.any_of else ("big cat sat",)
+    assert metric(answers, reply) == pytest.approx(expected)
+
+
+def test_numbers_in_a_reply_share_the_score():
+    assert files.numbers(("Paragraph 3",), "3 or 4") == 0.5
+    assert files.numbers(("Paragraph 3",), "none") == 0.0
 
 
 def test_a_log_goes_on_where_it_ended(tmp_path):

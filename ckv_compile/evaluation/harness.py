@@ -268,7 +268,7 @@ def run(
     sample = prompt.sample
     ids = torch.tensor([sample.context + sample.question], device=reader.device)
     known = len(sample.context)
-    made = compressions(chosen, prompt.length, reader.options)
+    made = compressions(chosen, ids.shape[1], reader.options)
     rows = [(protocol, how, each) for protocol in protocols for how, each in zip(made, chosen, strict=True)]
     turns = [None if protocol == "inside" else ids[:, known:] for protocol, _, _ in rows]
     wanted = [(ids.shape[1] if protocol == "inside" else known, how) for protocol, how, _ in rows]

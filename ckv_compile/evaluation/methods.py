@@ -23,7 +23,7 @@ from ckv_compile.schedule import Schedule
 _BLOCK = 256  # queries whose attention is held at once
 _OBSERVED = 32  # last queries that SnapKV looks at
 _POOL = 7  # neighbours that share SnapKV's largest score
-_ITERATIONS = 5  # of K-means
+KMEANS_ITERATIONS = 5
 
 
 class Layer(NamedTuple):
@@ -196,7 +196,7 @@ def _kmeans(layer: Layer, plan: Schedule) -> Slots:
     keys, values = layer.k[:, first:last].float(), layer.v[:, first:last].float()
     spread = torch.linspace(0, last - first - 1, clusters, device=keys.device).round().long()
     centres, ones = keys[:, spread], torch.ones_like(keys[..., 0])
-    for _ in range(_ITERATIONS):
+    for _ in range(KMEANS_ITERATIONS):
         nearest = torch.cdist(keys, centres).argmin(dim=-1)  # [Hkv, last - first]
         sizes = torch.zeros_like(centres[..., 0]).scatter_add_(1, nearest, ones)
         centres = torch.where(sizes[..., None] > 0, _means(keys, nearest, sizes), centres)

@@ -45,10 +45,12 @@ class Session:
         self.chosen = chosen
         self.out = out
         self.reader = Reader(model, **options)
+        shape = self.reader.shape
         self.settings = {
             "model": source,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": model.device.type,
+            "shape": {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "itemsize": shape.dtype.itemsize},
             "methods": [[each.candidate.label, each.budget] for each in chosen],
             "options": dict(options),
             "python": platform.python_version(),

@@ -61,6 +61,10 @@ def score(answers: tuple[str, ...], reply: str) -> float:
     return sum(answer.lower() in reply.lower() for answer in answers) / len(answers)
 
 
+OWN_LENGTH = 0
+"""Stands for the length of a prompt where all have others."""
+
+
 class Sample(NamedTuple):
     """What a model reads, in tokens: the same for every method."""
 
@@ -79,7 +83,7 @@ class Prompt(NamedTuple):
     """A sample, and what tells it from others."""
 
     task: str
-    length: int  # tokens of context and question
+    length: int  # tokens of context and question, or OWN_LENGTH
     depth: float
     seed: int
     sample: Sample
@@ -116,17 +120,17 @@ def make(kind: str, tokenizer: Any, length: int, depth: float, seed: int) -> Sam
     if not 0.0 <= depth <= 1.0:
         raise InputError(f"depth={depth!r} is where the needle stands, from 0 (the beginning) to 1 (the end)")
     text = KINDS[kind](random.Random(f"{kind} {seed}"))
-    head, tail = _around_message(tokenizer)
+    head, tail = around_message(tokenizer)
     intro = tokenizer(head + text.intro, add_special_tokens=not head).input_ids
-    question = _tokens(tokenizer, text.question + tail + text.reply)
-    needles = [_tokens(tokenizer, needle) for needle in text.needles]
+    question = tokens_of(tokenizer, text.question + tail + text.reply)
+    needles = [tokens_of(tokenizer, needle) for needle in text.needles]
     room = length - len(intro) - len(question) - sum(map(len, needles))
     if room < 0:
         raise InputError(f"length={length}: a prompt of the task {kind!r} has at least {length - room} tokens")
     pieces: list[list[int]] = []
     missing = room
     while missing:
-        pieces.append(_tokens(tokenizer, next(text.filler))[:missing])
+        pieces.append(tokens_of(tokenizer, next(text.filler))[:missing])
         missing -= len(pieces[-1])
     places = [(depth + i / len(needles)) % 1.0 if i else depth for i in range(len(needles))]
     places = sorted(places) if text.in_order else places
@@ -134,7 +138,7 @@ def make(kind: str, tokenizer: Any, length: int, depth: float, seed: int) -> Sam
         context=intro + _inserted(pieces, needles, places),
         question=question,
         answers=text.answers,
-        reply=sum(len(_tokens(tokenizer, f" {answer}")) for answer in text.answers) + _MARGIN,
+        reply=sum(len(tokens_of(tokenizer, f" {answer}")) for answer in text.answers) + _MARGIN,
     )
 
 
@@ -168,12 +172,13 @@ def prompts(
     ]
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a part of a prompt."""
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids
 
 
-def _around_message(tokenizer: Any) -> tuple[str, str]:
+def around_message(tokenizer: Any) -> tuple[str, str]:
     """What a chat of one message of the user has before and behind the message; nothing and a line without a chat."""
     if not tokenizer.chat_template:
         return "", "\n"
