@@ -57,7 +57,7 @@ class Claim(NamedTuple):
     """What the paper says, and what was found here."""
 
     paper: str
-    verdict: str  # reproduced, not reproduced, or not testable here
+    verdict: str  # reproduced, not reproduced, undecided, not measured, or not testable here
     found: str
 
 
@@ -238,7 +238,7 @@ def claims(files: Sequence[File], numbers: dict[str, Any]) -> Iterator[Claim]:
 
 
 def _unmeasured(paper: str) -> Claim:
-    return Claim(paper, "not testable here", "not measured")
+    return Claim(paper, "not measured", "-")
 
 
 def _memory(files: Sequence[File]) -> Claim:

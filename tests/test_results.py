@@ -59,7 +59,7 @@ def test_the_page_is_that_of_the_outcomes(results):
 
 
 def test_nothing_is_said_of_what_was_not_measured(results, tmp_path):
-    assert {claim.verdict for claim in verdicts(results, tmp_path).values()} == {"not testable here"}
+    assert {claim.verdict for claim in verdicts(results, tmp_path).values()} == {"not measured", "not testable here"}
     assert "## Tasks" not in results.page(tmp_path)
 
 

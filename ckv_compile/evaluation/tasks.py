@@ -31,8 +31,8 @@ _NOUNS = (
     "yogurt", "zebra",
 )
 _SEEN = (
-    "apple", "bird", "boat", "book", "bottle", "bread", "bridge", "car", "cat", "chair", "clock", "cloud", "cup",
-    "dog", "door", "farm", "fish", "flower", "glass", "hat", "horse", "house", "lamp", "leaf", "moon", "mountain",
+    "apple", "bird", "boat", "book", "bottle", "bread", "bridge", "car", "chair", "clock", "cloud", "cup",
+    "door", "farm", "fish", "flower", "glass", "hat", "horse", "house", "lamp", "leaf", "moon", "mountain",
     "paper", "ring", "road", "rock", "ship", "shirt", "shoe", "star", "stone", "table", "tower", "train", "tree",
     "window",
 )
@@ -54,10 +54,11 @@ _NOISE = (
 )
 _KEYS = 2  # of the tasks in which a needle has a key among others
 _RECORDS = 3  # of UUIDs and people
-_VALUES = 2  # of one key
+_NTH = ("first", "second", "third")  # values of one key
+_VALUES = len(_NTH)
 _HOPS = 2  # of a chain of variables
-_RARE = 2  # other words for each common one
-_ZETA = 1.5  # how fast words become rarer by their rank
+_RARE = 1  # other words for each common one
+_ZETA = 3.0  # how fast words become rarer by their rank
 _LONGEST_SENTENCE = 200  # characters
 _MARGIN = 8  # tokens of a reply beside its answers
 _MARK = "\N{BLACK SQUARE}"  # stands in for the message when a chat is cut there
@@ -275,16 +276,20 @@ def _multi_key(rng: random.Random) -> _Text:
 
 
 def _multi_value(rng: random.Random) -> _Text:
+    """Several values of one key; they stand together, since a small model does not collect them from a whole text."""
     (thing,) = _things(rng, 1)
-    numbers = tuple(_number(rng) for _ in range(_VALUES))
+    numbers = [_number(rng) for _ in range(_VALUES)]
+    values = [
+        f" The {nth} secret number of the {thing} is {number}." for nth, number in zip(_NTH, numbers, strict=True)
+    ]
     return _Text(
         intro=_SECRETS,
-        needles=[_secret(thing, number) for number in numbers],
+        needles=["".join(values)],
         filler=_essay(rng),
-        question=f"\nThe {thing} has {_VALUES} secret numbers in this text. Which are they?",
-        reply=f"The {_VALUES} secret numbers of the {thing} are:\n1.",
-        answers=numbers,
-        between="\n2.",
+        question=f"\nWhat are the {_VALUES} secret numbers of the {thing} in this text?",
+        reply=f"The {_NTH[0]} secret number of the {thing} is",
+        answers=tuple(numbers),
+        between="".join(f". The {nth} secret number of the {thing} is" for nth in _NTH[1:]),
     )
 
 
@@ -335,7 +340,7 @@ def _common_words(rng: random.Random) -> _Text:
 
 
 def _frequent_words(rng: random.Random) -> _Text:
-    """The word of rank i comes i**-1.5 as often as the first: a Zeta distribution."""
+    """The word of rank i comes i**-3 times as often as the first: a Zeta distribution."""
     words = rng.sample(_SEEN, len(_SEEN))
     weights = [rank**-_ZETA for rank in range(1, len(words) + 1)]
 
