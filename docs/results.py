@@ -96,7 +96,7 @@ def page(folder: Path = FOLDER) -> str:
     runs = joined(files)
     blocks = [
         "# Results",
-        "Made by `python docs/results.py --write docs/results.md` from the files in [results](results); nothing here "
+        "Made by `python docs/results.py --write docs/results.md` from the files in `docs/results`; nothing here "
         "is typed by hand. A budget is what is *kept*. Intervals are 95 %. [The guide](guide.md) says how to measure a "
         "model of yours.",
         "## What was run",
@@ -387,7 +387,9 @@ def draw(folder: Path = FOLDER) -> None:
             shares = [100 * point.budget for point in own_points]
             line = axes.plot(shares, [point.value for point in own_points], marker="o", label=method)
             line[0].set_linewidth(2.5 if method == OURS else 1)
-            axes.fill_between(shares, *zip(*((point.low, point.high) for point in own_points), strict=True), alpha=0.06)
+            if method == OURS:  # those of the others are as wide, and would hide each other
+                bounds = zip(*((point.low, point.high) for point in own_points), strict=True)
+                axes.fill_between(shares, *bounds, alpha=0.1)
         axes.set(xlabel="kept, %", ylabel=quantity, title=title)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")

@@ -54,8 +54,7 @@ _NOISE = (
 )
 _KEYS = 2  # of the tasks in which a needle has a key among others
 _RECORDS = 3  # of UUIDs and people
-_NTH = ("first", "second", "third")  # values of one key
-_VALUES = len(_NTH)
+_VALUES = 3  # of one key
 _HOPS = 2  # of a chain of variables
 _RARE = 1  # other words for each common one
 _ZETA = 3.0  # how fast words become rarer by their rank
@@ -276,20 +275,17 @@ def _multi_key(rng: random.Random) -> _Text:
 
 
 def _multi_value(rng: random.Random) -> _Text:
-    """Several values of one key; they stand together, since a small model does not collect them from a whole text."""
+    """Several values of one key, in one sentence: a small model does not collect them from a whole text."""
     (thing,) = _things(rng, 1)
-    numbers = [_number(rng) for _ in range(_VALUES)]
-    values = [
-        f" The {nth} secret number of the {thing} is {number}." for nth, number in zip(_NTH, numbers, strict=True)
-    ]
+    numbers = tuple(_number(rng) for _ in range(_VALUES))
+    listed = f"{', '.join(numbers[:-1])} and {numbers[-1]}"
     return _Text(
         intro=_SECRETS,
-        needles=["".join(values)],
+        needles=[f" The {_VALUES} secret numbers of the {thing} are {listed}."],
         filler=_essay(rng),
         question=f"\nWhat are the {_VALUES} secret numbers of the {thing} in this text?",
-        reply=f"The {_NTH[0]} secret number of the {thing} is",
-        answers=tuple(numbers),
-        between="".join(f". The {nth} secret number of the {thing} is" for nth in _NTH[1:]),
+        reply=f"The {_VALUES} secret numbers of the {thing} are",
+        answers=numbers,
     )
 
 
