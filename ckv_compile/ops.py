@@ -410,7 +410,7 @@ def _append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, degree: Tensor, 
         values[:, used:total] = v
         degree[:, used:total] = 1.0
         return
-    merged = _compress(
+    merged = compress(
         torch.cat([keys[:, :used], k], dim=1) if used else k,
         torch.cat([values[:, :used], v], dim=1) if used else v,
         torch.cat([degree[:, :used], degree.new_ones(k.shape[:2])], dim=1),
@@ -429,9 +429,10 @@ def _append_to_ring(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: in
     values.index_copy_(1, slots, v[:, -last:])
 
 
-def _compress(
+def compress(
     keys: Tensor, values: Tensor, degree: Tensor, rounds: tuple[int, ...], schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """What a prompt or turn is compressed by, on any device: see `clustering.compress`."""
     if _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 

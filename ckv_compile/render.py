@@ -88,20 +88,22 @@ def plan(document: dict[str, Any], chunk: int) -> None:
     )
 
 
-def qualities(rows: Iterable[dict[str, Any]]) -> None:
-    """Print what methods and budgets cost in predicting a text."""
-    cells = [
-        [
-            row["method"],
-            row["kept"],
-            f"{row['slots']:,}",
-            f"{row['perplexity']:.2f}",
-            f"{max(0.0, row['kl']):.4f}",
-            f"{row['agreement']:.1%}",
+def qualities(rows: Sequence[dict[str, Any]]) -> None:
+    """Print what methods and budgets cost in predicting each text, and all of them."""
+    for text in dict.fromkeys(row["text"] for row in rows):
+        own = [row for row in rows if row["text"] == text]
+        cells = [
+            [
+                row["method"],
+                label(row["budget"]),
+                f"{row['perplexity']:.2f}",
+                f"{max(0.0, row['kl']):.4f}" + (f" ± {row['high'] - row['kl']:.4f}" if row["high"] is not None else ""),
+                f"{row['agreement']:.1%}",
+            ]
+            for row in own
         ]
-        for row in rows
-    ]
-    _stdout().print(_table(["method", "kept", "slots", "perplexity", "KL", "same first"], cells))
+        title = f"{'all texts' if text == 'mean' else text}, {own[0]['windows']} windows"
+        _stdout().print(title, _table(["method", "kept", "perplexity", "KL", "same first"], cells), sep="\n")
 
 
 def scores(rows: Sequence[dict[str, Any]]) -> None:
@@ -114,8 +116,10 @@ def scores(rows: Sequence[dict[str, Any]]) -> None:
             (row["method"], row["budget"]): f"{row['score']:.0%} ({row['low']:.0%} - {row['high']:.0%})" for row in own
         }
         task, length, protocol = prompt
+        tokens = f"{length:,} tokens" if length else "prompts of files"
         title = (
-            f"{task}, {length:,} tokens, question {protocol}, {own[0]['samples']} samples: full cache "
+            f"{'mean over tasks' if task == 'mean' else task}, {tokens}, question {protocol}, "
+            f"{own[0]['samples']} samples: full cache "
             f"{cells['full', None]}{'' if own[0]['says_something'] else ', so it says nothing: below 70%'}"
         )
         methods = list(dict.fromkeys(method for method, _ in cells if method != "full"))

@@ -412,11 +412,11 @@ def test_plan_is_json_a_table_and_a_picture(tiny, tmp_path):
 def test_eval_compares_budgets_with_the_full_cache(tiny, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(words(150))
-    arguments = ("eval", tiny, "--file", file, "--context", 150, "--tokens", 10, "--budget", 50, "--interval", 8)
-    result = ckv(*arguments, "--json")
+    arguments = ("eval", tiny, "--file", file, "--context", 150, "--windows", 1, "--tokens", 10, "--budget", 50)
+    result = ckv(*arguments, "--method", "ours:interval=8", "--json")
     assert result.exit_code == 0, result.stderr
     full, kept = json.loads(result.stdout)["rows"]
-    assert (full["slots"], full["agreement"], kept["slots"]) == (150, 1.0, 50)
+    assert (full["budget"], full["agreement"], kept["budget"]) == (None, 1.0, 50)
     assert abs(full["kl"]) < 1e-6 < kept["kl"]
 
 
@@ -517,7 +517,7 @@ def test_commands_that_compare_need_the_original_of_an_artifact(artifact, comman
             "interval=100 is larger",
         ),
         (["eval", "TRUNCATED", "--budget", "inf"], 1, "budget=inf must be a finite number"),
-        (["eval", "TRUNCATED", "--budget", "128", "--budget", "0.5%"], 1, "budget=20 slots cannot hold"),
+        (["eval", "TRUNCATED", "--budget", "128", "--budget", "0.5%"], 1, "budget=10 slots cannot hold"),
         (["eval", "TRUNCATED", "--context", "20"], 1, "budget=20 slots cannot hold"),
         (["export", "TRUNCATED", "out", "--budget", "64", "--max-shard-size", "5XB"], 2, "'5XB' is no size"),
         (["plan", "TINY"], 2, "--memory"),
@@ -525,10 +525,10 @@ def test_commands_that_compare_need_the_original_of_an_artifact(artifact, comman
         (["plan", "TINY", "--memory", "much"], 2, "'much' is no size: pass for example 24GB"),
         (["plan", "TINY", "--memory", "1GB", "--budget", "20"], 1, "budget=20 slots cannot hold"),
         (["plan", "TINY", "--memory", "1GB", "--plot", "plan.txt2"], 1, "--plot plan.txt2"),
-        (["eval", "TINY", "--context", "99999999"], 1, "the text has only"),
         (["bench", "TRUNCATED", "--contestant", "vllm"], 2, "'vllm': choose one of dynamic, static"),
         (["bench", "TRUNCATED", "--budget", "20"], 1, "budget=20 slots cannot hold"),
         (["bench", "TRUNCATED", "--device", "tpu"], 1, "device='tpu' cannot be used here"),
+        (["eval", "TINY", "--context", "99999999"], 1, "4 windows of 99,999,999 tokens in a text of"),
         (["generate"], 2, "MODEL"),
         (["tell"], 2, "No such command"),
     ],
