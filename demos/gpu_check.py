@@ -42,7 +42,7 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StaticCache  # noqa: E402
 
 import ckv_compile  # noqa: E402
-from ckv_compile import backend, ops  # noqa: E402
+from ckv_compile import backend, clustering, ops  # noqa: E402
 from ckv_compile.cache import CacheShape, CacheState  # noqa: E402
 from ckv_compile.kernels import attention, compaction  # noqa: E402
 from ckv_compile.model import CKVForCausalLM  # noqa: E402
@@ -116,6 +116,7 @@ def random_state(shape: CacheShape, capacity: int, rows: int, fill: int) -> Cach
     for tensor in (state.keys, state.values):
         tensor.normal_()
     state.degree[..., :fill] = 2.0
+    state.queries[..., 1, :] = 1.0  # queries of mean 0 and variance 1
     state.fill.fill_(fill)
     state.position.fill_(2 * fill)
     return state
@@ -145,7 +146,7 @@ def check_kernels() -> Iterator[Result]:
             before = CacheState(*(tensor.cpu().clone() for tensor in state))
             q = torch.randn(2, heads, 1, dim, dtype=dtype, device=DEVICE)
             k, v = (torch.randn(2, kv_heads, 1, dim, dtype=dtype, device=DEVICE) for _ in range(2))
-            new = [attention.decode_attention(q, k, v, *state[:5], layer, dim**-0.5) for layer in range(2)]
+            new = [attention.decode_attention(q, k, v, *state[:6], layer, dim**-0.5) for layer in range(2)]
             errors = []
             for row, fill in enumerate(before.fill.tolist()):
                 for head in range(heads):
@@ -159,7 +160,23 @@ def check_kernels() -> Iterator[Result]:
                     errors.append(worst(new[1][row, head], expected))
             yield verdict(f"decode attention D={dim}", dtype, max(errors), tolerance)
 
-            compaction.compact(*state[:4], state.position, state.active, SCHEDULE)
+            for row in range(2):
+                clustering.observe_(before.queries[row, 1], q[row].cpu(), dim**-0.5)
+            error = worst(state.queries[:, 1], before.queries[:, 1])
+            yield verdict(f"means of the queries D={dim}", dtype, error, 1e-5)
+
+            exact = dataclasses.replace(SCHEDULE, n_exact=SCHEDULE.budget // 4)
+            exchanged = CacheState(*(tensor.clone() for tensor in state))
+            compaction.exchange(*exchanged[:6], exact)
+            expected_keys, *_ = clustering.exchange(*(tensor[0].flatten(0, 1) for tensor in state[:4]), exact)
+            # Rounding may decide between two slots that are worth the same.
+            same = float((exchanged.keys[0].flatten(0, 1) == expected_keys).all(-1).float().mean())
+            moved = not torch.equal(exchanged.keys[0], state.keys[0])
+            alone = torch.equal(exchanged.keys[1], state.keys[1])  # the row that is not due
+            error = 1 - same if moved and alone else 1.0
+            yield verdict(f"exchange of exact slots D={dim}, slots that differ", dtype, error, 0.02)
+
+            compaction.compact(*state[:5], state.position, state.active, SCHEDULE)
             errors = []
             for head in range(kv_heads):
                 slots = Row(
@@ -224,7 +241,7 @@ def check_windows() -> Iterator[Result]:
                 out = ops.window_attention(q, k, v, *ring, 0, dim**-0.5, sinks, 5.0)
                 wide = (tensor.cpu().float() for tensor in (q, k, v))
                 expected = oracle.attend(0, *wide, dim**-0.5, 5.0, sinks.cpu().float(), window)
-                ops.compact_(*state[:6], steps, *dataclasses.astuple(SCHEDULE))
+                ops.compact_(*state[:7], steps, *dataclasses.astuple(SCHEDULE))
                 errors.append(worst(out, expected))
             yield verdict(f"window, cap and sinks D={dim}", dtype, max(errors), tolerance)
 
@@ -355,7 +372,7 @@ def time_attention_at(rows: int, slots: int, kv_heads: int = 8, group: int = 4, 
 
     def ours() -> None:
         for layer in range(layers):
-            attention.decode_attention(q, k, v, *state[:5], layer, dim**-0.5)
+            attention.decode_attention(q, k, v, *state[:6], layer, dim**-0.5)
 
     def sdpa() -> None:
         for layer in range(layers):
@@ -437,7 +454,7 @@ def time_step(model: Model, contexts: tuple[int, ...], rows: int) -> Iterator[Re
 
 def time_compaction(state: CacheState) -> tuple[float, float]:
     """Milliseconds of the compaction of all layers when no row is due, and when all are."""
-    arguments = (*state[:4], state.position, state.active, SCHEDULE)
+    arguments = (*state[:5], state.position, state.active, SCHEDULE)
     state.degree.fill_(1.0)
 
     def due() -> None:

@@ -189,7 +189,8 @@ def test_the_compiled_step_copies_no_cache():
     cache = ours.new_cache()
     _, (code,) = run_and_get_code(lambda: ours(torch.tensor([[1]]), past_key_values=cache))
     calls = re.findall(
-        r"ckv\.cached_attention\.default\(.*?\), (arg\d+_1, arg\d+_1, arg\d+_1, arg\d+_1), arg\d+_1, arg\d+_1, (\d)", code
+        r"ckv\.cached_attention\.default\(.*?\), (arg\d+_1, arg\d+_1, arg\d+_1, arg\d+_1), arg\d+_1, arg\d+_1, (\d)",
+        code,
     )
     assert [layer for _, layer in calls] == ["0", "1", "2"]
     (state,) = {arguments for arguments, _ in calls}  # the same four inputs in every layer

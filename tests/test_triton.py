@@ -109,7 +109,15 @@ def test_the_builds_of_every_run_stand_for_all(few, together):
             found |= {(build.kernel.__name__, *some) for some in itertools.combinations(choices, together)}
         return found
 
-    assert {name.split("-")[0] for name in ALL} == {"decode", "combine", "extend", "match", "select", "move"}
+    assert {name.split("-")[0] for name in ALL} == {
+        "decode",
+        "combine",
+        "extend",
+        "exchange",
+        "match",
+        "select",
+        "move",
+    }
     assert len(ALL) == sum(len(module.builds()) for module in (attention, compaction))
     assert len(few) < len(ALL)
     assert met(few) == met(ALL.values())
@@ -132,12 +140,12 @@ class _ChipElsewhere:
         return True
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
-def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, monkeypatch):
+@pytest.mark.parametrize(("family", "exact"), [("llama", 0.5), ("gpt-oss", 0.0)])
+def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, exact, monkeypatch):
     """What Inductor is given for a CUDA package: launches that it can compile, which write to the state in place."""
     monkeypatch.setattr(triton.runtime.driver, "_active", _ChipElsewhere())
     model = tiny_model(family, head_dim=64).to(torch.bfloat16)
-    options = {"budget": 160, "interval": 32, "n_recent": 8, "n_sink": 2, "chunk_size": 16}
+    options = {"budget": 160, "interval": 32, "n_recent": 8, "n_sink": 2, "exact": exact, "chunk_size": 16}
     rewritten, config = rewrite_model(model, None, options)
     state = CacheState.allocate(rewritten.shape, config.capacity, 1)
     ids = torch.zeros(1, 1, dtype=torch.int64)
@@ -155,9 +163,9 @@ def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, monkeypatc
     with V.set_fake_mode(detect_fake_mode(inputs)):
         reinplace_inplaceable_ops(SimpleNamespace(incremental_update=lambda: None), lowered.graph)
     launches = lowered.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
-    assert len(launches) == 6  # a compaction has three
+    assert len(launches) == (7 if exact else 6)  # a compaction has three, and one more where slots are exact
     for node in launches:
-        written = {"keys_ptr", "values_ptr", "degree_ptr", "fill_ptr", "position_ptr"}
+        written = {"keys_ptr", "values_ptr", "degree_ptr", "queries_ptr", "fill_ptr", "position_ptr"}
         assert not written & set(node.kwargs["tensors_to_clone"]), node
         build = build_of(node)
         for target in ("sm_80", "sm_90"):

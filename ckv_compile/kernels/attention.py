@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, launch, multiprocessors, signature
+from ckv_compile.reference import RECENT
 
 MAX_HEAD_DIM = 256
 """Largest head that the tiles are laid out for."""
@@ -28,9 +29,12 @@ MAX_HEAD_DIM = 256
 MIN_SPLIT = 128
 """Least slots of a split: fewer cost more to combine than they save."""
 
-_KNOWN = {"fill_ptr": "*i64", "active_ptr": "*i1", "scale": "fp32", "softcap": "fp32"}  # types of arguments
+_KNOWN = {"fill_ptr": "*i64", "active_ptr": "*i1", "scale": "fp32", "softcap": "fp32", "query_scale": "fp32"}
+"""Types of arguments."""
+
 _LOG2_E = 1.4426950408889634
 LOG2_E = tl.constexpr(_LOG2_E)
+_RECENT = tl.constexpr(RECENT)
 
 
 class Blocks(NamedTuple):
@@ -91,6 +95,7 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
     degree: Tensor | None,
+    queries: Tensor | None,
     fill: Tensor,
     active: Tensor,
     layer: int,
@@ -112,6 +117,8 @@ def decode_attention(
         values: cached values, likewise.
         degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing. None: the slots are
             a ring of the last C tokens, and the query sees its own and the C - 1 before it.
+        queries: float32 [B, L, Hkv, 2, D], contiguous: the running means of scale * q and of its square, into which
+            the queries of a token that is written are taken (see `reference.observe`). None for a ring.
         fill: int64 [B]: used slots of each row, before this token; of a ring, all tokens before it. A row with no free
             slot is not written; a ring always has one.
         active: bool [B]: a row that is not active is left as it is, and its output is zero.
@@ -131,6 +138,7 @@ def decode_attention(
     if not (
         values.shape == cache_shape
         and (degree is None or degree.shape == cache_shape[:4])
+        and (queries is None or queries.shape == (batch, layers, kv_heads, 2, dim))
         and q.shape == (batch, heads, 1, dim)
         and k.shape == v.shape == new_shape
         and fill.shape == active.shape == (batch,)
@@ -138,18 +146,23 @@ def decode_attention(
         and dim <= MAX_HEAD_DIM
         and 0 <= layer < layers
     ):
-        shapes = [None if t is None else tuple(t.shape) for t in (q, k, v, keys, values, degree, fill, active)]
-        raise ValueError(f"cannot serve layer {layer} with q, k, v, keys, values, degree, fill, active of {shapes}")
+        tensors = (q, k, v, keys, values, degree, queries, fill, active)
+        shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
+        names = "q, k, v, keys, values, degree, queries, fill, active"
+        raise ValueError(f"cannot serve layer {layer} with {names} of {shapes}")
+    if (degree is None) != (queries is None):
+        raise ValueError("degree and queries must both be given, or for a ring neither")
     if not (k.dtype == v.dtype == keys.dtype == values.dtype == q.dtype):
         raise ValueError(f"q, k, v, keys, values must share one dtype, got {q.dtype} q and {keys.dtype} keys")
-    kinds = (torch.float32 if degree is None else degree.dtype, fill.dtype, active.dtype)
-    if kinds != (torch.float32, torch.int64, torch.bool):
-        raise ValueError("degree must be float32, fill int64 and active bool, got {}, {}, {}".format(*kinds))
-    if not (keys.is_contiguous() and values.is_contiguous() and (degree is None or degree.is_contiguous())):
-        raise ValueError("keys, values and degree must be contiguous: the kernel writes to them in place")
+    written = [tensor for tensor in (degree, queries) if tensor is not None]
+    kinds = [tensor.dtype for tensor in (*written, fill, active)]
+    if kinds != [torch.float32] * len(written) + [torch.int64, torch.bool]:
+        raise ValueError(f"degree and queries must be float32, fill int64 and active bool, got {kinds}")
+    if not all(tensor.is_contiguous() for tensor in (keys, values, *written)):
+        raise ValueError("keys, values, degree and queries must be contiguous: the kernel writes to them in place")
     _check_scores(q, heads, softcap, sinks)
     parts = splits(batch * kv_heads, capacity, multiprocessors(q.device))
-    return _decode(q, k, v, keys, values, degree, fill, active, layer, scale, softcap, sinks, parts)
+    return _decode(q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks, parts)
 
 
 def _decode(
@@ -159,6 +172,7 @@ def _decode(
     keys: Tensor,
     values: Tensor,
     degree: Tensor | None,
+    queries: Tensor | None,
     fill: Tensor,
     active: Tensor,
     layer: int,
@@ -179,9 +193,9 @@ def _decode(
         lse = torch.empty(batch * kv_heads, parts, group, dtype=torch.float32, device=q.device)
     blocks = decode_blocks(dim, q.element_size())
     launch(_decode_kernel, (batch * kv_heads, parts))(
-        q, k, v, keys, values, out if degree is None else degree, fill.contiguous(), active.contiguous(),
-        out if sinks is None else sinks.contiguous(), out, partial, lse,
-        *_in_base_2(scale, softcap), layer, layers, kv_heads, group, capacity, parts,
+        q, k, v, keys, values, out if degree is None else degree, out if queries is None else queries,
+        fill.contiguous(), active.contiguous(), out if sinks is None else sinks.contiguous(), out, partial, lse,
+        *_in_base_2(scale, softcap), scale, layer, layers, kv_heads, group, capacity, parts,
         q.stride(0) // dim, q.stride(1) // dim,
         k.stride(0) // dim, k.stride(1) // dim,
         v.stride(0) // dim, v.stride(1) // dim,
@@ -325,17 +339,24 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     return acc, new_peak, total
 
 
+@triton.jit
+def _take_into_mean(mean_ptr, new, mask):  # type: ignore[no-untyped-def]
+    """Let a running mean over RECENT tokens take in one more."""
+    old = tl.load(mean_ptr, mask=mask, other=0.0)
+    tl.store(mean_ptr, old + (new - old) / _RECENT, mask=mask)
+
+
 @triton.jit(
     do_not_specialize=[
-        "degree_ptr", "fill_ptr", "active_ptr", "sinks_ptr",
+        "degree_ptr", "queries_ptr", "fill_ptr", "active_ptr", "sinks_ptr",
         "layer", "layers", "kv_heads", "group", "capacity", "splits",
         "q_row", "q_head", "k_row", "k_head", "v_row", "v_head",
     ]
 )  # fmt: skip
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, degree_ptr, fill_ptr, active_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, degree_ptr, queries_ptr, fill_ptr, active_ptr, sinks_ptr,
     out_ptr, partial_ptr, lse_ptr,
-    scale, softcap, layer, layers, kv_heads, group, capacity, splits,
+    scale, softcap, query_scale, layer, layers, kv_heads, group, capacity, splits,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     RING: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
@@ -344,14 +365,16 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
     Split 0 appends the new token and begins its softmax with it and the sink from registers, so nothing that this
     launch writes is read in it: the slot of the new token is not loaded. Among clusters it lies behind all that are; in
-    a full ring it lies between them, and the token that it holds has left the window.
+    a full ring it lies between them, and the token that it holds has left the window. The means of the queries are
+    read and written by split 0 alone.
     """
     head, split = tl.program_id(0), tl.program_id(1)
     b, kv_head = (head // kv_heads).to(tl.int64), head % kv_heads
     d, g, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
     in_d, in_g = d < HEAD_DIM, (g < group)[:, None]
     in_gd = in_g if BLOCK_D == HEAD_DIM else in_g & in_d[None, :]
-    first_slot = ((b * layers + layer) * kv_heads + kv_head) * capacity
+    row = (b * layers + layer) * kv_heads + kv_head
+    first_slot = row * capacity
 
     live = tl.load(active_ptr + b).to(tl.int32) != 0  # the interpreter loads a bool as a byte, which is no mask
     tokens = tl.load(fill_ptr + b)
@@ -375,6 +398,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(values_ptr + (first_slot + new_slot) * HEAD_DIM + d, new_v, mask=in_d)
         if not RING:
             tl.store(degree_ptr + first_slot + new_slot, 1.0)
+            scaled = q.to(tl.float32) * query_scale  # 0 in the rows of the tile behind the group
+            _take_into_mean(queries_ptr + row * 2 * HEAD_DIM + d, tl.sum(scaled, axis=0) / group, in_d)
+            _take_into_mean(queries_ptr + (row * 2 + 1) * HEAD_DIM + d, tl.sum(scaled * scaled, axis=0) / group, in_d)
 
     peak = _score(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1), scale, softcap, SOFTCAP)
     total = tl.full([BLOCK_G], 1.0, tl.float32)
@@ -569,7 +595,7 @@ def _builds(dtype: torch.dtype, dim: int) -> Iterator[Build]:
     head = {"HEAD_DIM": dim, "BLOCK_D": decode.d}
     scratch = {"partial_ptr": "*fp32", "lse_ptr": "*fp32"}
     for variant in _variants(dtype, dim):
-        known = _KNOWN if variant.ring else _KNOWN | {"degree_ptr": "*fp32"}
+        known = _KNOWN if variant.ring else _KNOWN | {"degree_ptr": "*fp32", "queries_ptr": "*fp32"}
         flags = {flag.upper(): asked for flag, asked in variant._asdict().items()}
         for split in (False, True):
             yield Build(

@@ -1,9 +1,10 @@
 """The Triton kernels of clustering: one round on many rows, out of place (prefill) or in place (decode).
 
-A round is three launches. *match* finds for every slot of set A its partner in set B of the same chunk, *select* finds
-the m most similar pairs of a row and where every slot goes, *move* folds the chosen A slots into their partners and
-closes the gaps. Nothing is sorted, nothing waits for the device, and every sum has a fixed order: a row's bits depend
-on the row alone.
+In decode, where a row has exact slots, *exchange* comes first: it lets the slots that are worth most take the places of
+those exact ones that no longer are. A round itself is three launches. *match* finds for every slot of set A its partner
+in set B of the same chunk, *select* finds the m most similar pairs of a row and where every slot goes, *move* folds the
+chosen A slots into their partners and closes the gaps. Nothing is sorted, nothing waits for the device, and every sum
+has a fixed order: a row's bits depend on the row alone.
 
 Sizes are integers of the schedule. The only thing read from the device is, in decode, which batch rows are due.
 """
@@ -18,21 +19,29 @@ from torch import Tensor
 
 from ckv_compile.errors import ConfigError
 from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, launch, multiprocessors, signature
+from ckv_compile.reference import LEAST_DEVIATION, NEAR, QUERY_WEIGHT, VALUE_WEIGHT
 from ckv_compile.schedule import Schedule
 
 MAX_CHUNK = 256
 """Largest chunk: its pairwise similarities have to fit in the registers of one program."""
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)  # least norm, as in clustering.match
+_NEAR, _VALUE_WEIGHT, _QUERY_WEIGHT, _LEAST_DEVIATION = (
+    tl.constexpr(NEAR),
+    tl.constexpr(VALUE_WEIGHT),
+    tl.constexpr(QUERY_WEIGHT),
+    tl.constexpr(LEAST_DEVIATION),
+)
 _NEVER = tl.constexpr(-(2**31))  # below the rank of every number
 _END = tl.constexpr(2**30)  # above the key of every member
+_SCORES = 512  # that the exchange kernel reads at once: more, each with its neighbours, spill
 _PROGRAMS = 4  # per multiprocessor: what it holds at once of these kernels
 
 
 class Blocks(NamedTuple):
     """Tile sizes and launch options of one specialisation; `builds` and the launchers read the same ones."""
 
-    pairs: int  # slots of A, and of B, of a tile; at least half a chunk
+    pairs: int  # slots of A, and of B, of a tile, at least half a chunk; of *exchange*, slots
     d: int  # columns of a head's tile
     num_warps: int
     num_stages: int
@@ -53,6 +62,12 @@ def move_blocks(head_dim: int, itemsize: int, chunk_size: int) -> Blocks:
     """
     pairs = _pairs(chunk_size)
     return Blocks(pairs, 32 if itemsize == 2 or head_dim % 32 == 0 else 16, 8 if pairs == 128 else 4, num_stages=1)
+
+
+def exchange_blocks(head_dim: int, itemsize: int) -> Blocks:
+    """Return the tiles of the exchange kernel: 8 KB of keys and as many of values, with a float32 sum of each."""
+    d = triton.next_power_of_2(head_dim)
+    return Blocks(min(128, 8192 // (d * itemsize)), d, num_warps=8, num_stages=1)
 
 
 def check(dtype: torch.dtype, head_dim: int, schedule: Schedule) -> None:
@@ -76,22 +91,32 @@ def check(dtype: torch.dtype, head_dim: int, schedule: Schedule) -> None:
 
 
 def compact(
-    keys: Tensor, values: Tensor, degree: Tensor, fill: Tensor, position: Tensor, active: Tensor, schedule: Schedule
+    keys: Tensor,
+    values: Tensor,
+    degree: Tensor,
+    queries: Tensor,
+    fill: Tensor,
+    position: Tensor,
+    active: Tensor,
+    schedule: Schedule,
 ) -> None:
     """Closes one decode step of all layers, in place: advances the counters, and compacts the rows that are full.
 
-    An active row counts one token more. If that leaves it no free slot, every KV head of it runs one clustering round
-    that brings it to the budget. Whether that is so is decided on the device; a step in which no row is due costs
-    three launches that return at once. Scratch is a few numbers per slot, never a copy of keys or values.
+    An active row counts one token more. If that leaves it no free slot, every KV head of it chooses its exact slots
+    anew and runs one clustering round that brings it to the budget. Whether that is so is decided on the device; a step
+    in which no row is due costs three launches that return at once, or four where there are exact slots. Scratch is a
+    few numbers per slot, never a copy of keys or values.
 
     Args:
         keys: [B, L, Hkv, C, D] contiguous, float32, float16 or bfloat16; D is a multiple of 8, at most 256.
         values: likewise.
         degree: [B, L, Hkv, C] float32, contiguous.
+        queries: [B, L, Hkv, 2, D] float32, contiguous: the running means of the scaled queries and of their squares,
+            read where there are exact slots.
         fill: [B] int64, contiguous: used slots.
         position: [B] int64, contiguous: tokens seen.
         active: [B] bool, contiguous; the slots and counters of the other rows stay as they are.
-        schedule: the budget, what is protected, and the chunks.
+        schedule: the budget, what is protected, how many slots are exact, and the chunks.
 
     Raises:
         ConfigError: if `schedule` or the head size does not suit the kernels.
@@ -107,9 +132,44 @@ def compact(
     rows, scratch = layers * heads, size.scratch(batch * layers * heads, keys.device)
     due = torch.empty(batch, dtype=torch.int32, device=keys.device)
     old_degree = torch.empty_like(degree)
+    if schedule.n_exact:
+        exchange(keys, values, degree, queries, fill, active, schedule)
     _match(keys, scratch, (fill, active, due), batch, rows, size)
     _select(scratch, (degree, old_degree, fill, position, active, due), batch, rows, size)
     _move((keys, values, old_degree), (keys, values, degree), scratch, due, batch, rows, size)
+
+
+def exchange(
+    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, fill: Tensor, active: Tensor, schedule: Schedule
+) -> None:
+    """Lets the slots that are worth most take the places of those exact ones that no longer are, in place.
+
+    It serves the rows that the token of this step fills, as `compact` does, and changes nothing else. Exactly `n_exact`
+    slots are chosen whatever the numbers: a score that is not a number counts as the least.
+
+    Args:
+        keys, values, degree, queries, fill, active: as for `compact`.
+        schedule: what is protected, and how many slots are exact: at least one.
+
+    Raises:
+        ValueError: for `queries` of another shape, dtype or layout.
+    """
+    batch, layers, heads, slots, dim = keys.shape
+    if queries.shape != (batch, layers, heads, 2, dim) or queries.dtype != torch.float32 or not queries.is_contiguous():
+        raise ValueError(
+            f"queries must be contiguous float32 of {(batch, layers, heads, 2, dim)}, "
+            f"got {queries.dtype} of {tuple(queries.shape)}"
+        )
+    rows, middle = layers * heads, slots - schedule.n_sink - schedule.n_recent
+    scores = torch.empty(batch * rows, 3, middle, dtype=torch.float32, device=keys.device)
+    rank, plan = torch.empty(2, batch * rows, middle, dtype=torch.int32, device=keys.device)
+    blocks = exchange_blocks(dim, keys.element_size())
+    launch(_exchange_kernel, _grid(rows, True, keys.device))(
+        keys, values, degree, queries, scores, rank, plan, fill, active,
+        batch, rows, slots, schedule.n_sink, schedule.n_exact, middle,
+        HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_N=blocks.pairs, BLOCK=_SCORES,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
 
 
 def compress(
@@ -168,8 +228,8 @@ class _RoundSize(NamedTuple):
 
     slots: int
     merges: int
-    n_sink: int
-    middle: int  # unprotected slots
+    n_front: int
+    middle: int  # slots that may merge
     chunk_size: int
     dim: int
 
@@ -180,8 +240,8 @@ class _RoundSize(NamedTuple):
             raise ValueError(
                 f"{merges} merges asked for, but a row of {slots} slots offers 1 to {schedule.mergeable(slots)}"
             )
-        middle = slots - schedule.n_sink - schedule.n_recent
-        return cls(slots, merges, schedule.n_sink, middle, schedule.chunk_size, dim)
+        middle = slots - schedule.n_front - schedule.n_recent
+        return cls(slots, merges, schedule.n_front, middle, schedule.chunk_size, dim)
 
     @property
     def chunks(self) -> int:
@@ -189,9 +249,9 @@ class _RoundSize(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Tiles of the move kernel: the sinks, the chunks and the recent slots, a chunk of slots each."""
-        recent = self.slots - self.n_sink - self.middle
-        return self.chunks + int(triton.cdiv(self.n_sink, self.chunk_size) + triton.cdiv(recent, self.chunk_size))
+        """Tiles of the move kernel: the front, the chunks and the recent slots, a chunk of slots each."""
+        recent = self.slots - self.n_front - self.middle
+        return self.chunks + int(triton.cdiv(self.n_front, self.chunk_size) + triton.cdiv(recent, self.chunk_size))
 
     def scratch(self, rows: int, device: torch.device) -> _Scratch:
         return _Scratch(*torch.empty(3, rows, (self.middle + 1) // 2, dtype=torch.int32, device=device))
@@ -227,7 +287,7 @@ def _match(
     blocks, in_place = match_blocks(keys.element_size(), size.chunk_size), guard is not None
     launch(_match_kernel, _grid(rows * size.chunks, in_place, keys.device))(
         keys, scratch.rank, scratch.partner, *(guard or (scratch.rank,) * 3),
-        batch, rows, size.slots, size.n_sink, size.middle, size.chunk_size,
+        batch, rows, size.slots, size.n_front, size.middle, size.chunk_size,
         HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
@@ -261,21 +321,196 @@ def _move(
     slices = 2 * triton.cdiv(size.dim, blocks.d)  # of keys and of values
     launch(_move_kernel, _grid(rows * slices * (1 if in_place else size.tiles), in_place, old[0].device))(
         *old, *new, scratch.partner, scratch.plan, scratch.plan if due is None else due,
-        batch, rows, size.slots, size.n_sink, size.middle, size.chunk_size, size.merges,
+        batch, rows, size.slots, size.n_front, size.middle, size.chunk_size, size.merges,
         HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
 
 
+@triton.jit
+def _is_due(fill_ptr, active_ptr, b, slots):  # type: ignore[no-untyped-def]
+    """Whether the token of this step leaves an active batch row no free slot."""
+    return (tl.load(active_ptr + b).to(tl.int32) != 0) & (tl.load(fill_ptr + b) + 1 >= slots)
+
+
+@triton.jit
+def _rank(score):  # type: ignore[no-untyped-def]
+    """An integer of the same order as a score, which for what is not a number is that of -inf; -0 and 0 tie."""
+    score = tl.where(score == score, score, float("-inf"))
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats order like integers, once the negative ones are turned around
+
+
+@triton.jit(
+    do_not_specialize=[
+        "degree_ptr", "queries_ptr", "scores_ptr", "rank_ptr", "plan_ptr", "fill_ptr", "active_ptr",
+        "batch", "rows", "slots", "n_sink", "n_exact", "middle",
+    ]
+)  # fmt: skip
+def _exchange_kernel(  # type: ignore[no-untyped-def]
+    keys_ptr, values_ptr, degree_ptr, queries_ptr, scores_ptr, rank_ptr, plan_ptr, fill_ptr, active_ptr,
+    batch, rows, slots, n_sink, n_exact, middle,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Choose the exact slots of the rows that are due anew, a row a program.
+
+    The `middle` slots behind the sinks are candidates; the first `n_exact` of them are the exact ones so far. What a
+    step of the work tells the next goes through scratch, so that all warps must have stored before one of them loads.
+    """
+    for b in range(batch):
+        if _is_due(fill_ptr, active_ptr, b, slots):
+            for item in range(tl.program_id(0), rows, tl.num_programs(0)):
+                row = (b * rows + item).to(tl.int64)
+                first = row * slots + n_sink
+                keys_row, values_row = keys_ptr + first * HEAD_DIM, values_ptr + first * HEAD_DIM
+                rank_row, plan_row = rank_ptr + row * middle, plan_ptr + row * middle
+                _rank_worth(
+                    keys_row, values_row, degree_ptr + first, queries_ptr + row * 2 * HEAD_DIM,
+                    scores_ptr + row * 3 * middle, rank_row, middle, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK,
+                )  # fmt: skip
+                tl.debug_barrier()
+                _select_row(rank_row, plan_row, middle, n_exact, BLOCK)
+                tl.debug_barrier()
+                pairs = _pair_off(plan_row, rank_row, middle, n_exact, BLOCK)  # the ranks have served
+                tl.debug_barrier()
+                _swap(
+                    keys_row, values_row, degree_ptr + first, rank_row, pairs, n_exact, HEAD_DIM, BLOCK_D, BLOCK_N
+                )  # fmt: skip
+
+
+@triton.jit
+def _rank_worth(  # type: ignore[no-untyped-def]
+    keys_ptr, values_ptr, degree_ptr, queries_ptr, scores_ptr, rank_ptr, n,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rank n slots by what they are worth (see `reference.worth_row`). `scores` has three numbers a slot."""
+    i, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    in_d = d < HEAD_DIM
+    mean = tl.load(queries_ptr + d, mask=in_d, other=0.0)
+    half_variance = (tl.load(queries_ptr + HEAD_DIM + d, mask=in_d, other=0.0) - mean * mean) / 2
+    sum_k, sum_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for start in range(0, n, BLOCK_N):
+        in_n = start + i < n
+        k, size_k = _load_slots(keys_ptr, start + i, in_n, HEAD_DIM, BLOCK_D)
+        v, size_v = _load_slots(values_ptr, start + i, in_n, HEAD_DIM, BLOCK_D)
+        degree = tl.load(degree_ptr + start + i, mask=in_n, other=0.0)[:, None]
+        expected = tl.sum(k * mean[None, :] + k * k * half_variance[None, :], axis=1) + tl.log(size_v)
+        tl.store(scores_ptr + 2 * n + start + i, expected, mask=in_n)
+        sum_k += k * (1.0 / size_k)[:, None] * degree
+        sum_v += v * (1.0 / size_v)[:, None] * degree
+    direction_k, direction_v = _direction(sum_k), _direction(sum_v)
+    for start in range(0, n, BLOCK_N):
+        in_n = start + i < n
+        k, size_k = _load_slots(keys_ptr, start + i, in_n, HEAD_DIM, BLOCK_D)
+        v, size_v = _load_slots(values_ptr, start + i, in_n, HEAD_DIM, BLOCK_D)
+        tl.store(scores_ptr + start + i, -tl.sum(k * direction_k[None, :], axis=1) / size_k, mask=in_n)
+        tl.store(scores_ptr + n + start + i, -tl.sum(v * direction_v[None, :], axis=1) / size_v, mask=in_n)
+
+    tl.debug_barrier()
+    mean_k, deviation_k = _moments(scores_ptr, n, BLOCK)
+    mean_v, deviation_v = _moments(scores_ptr + n, n, BLOCK)
+    mean_e, deviation_e = _moments(scores_ptr + 2 * n, n, BLOCK)
+    j = tl.arange(0, BLOCK)
+    for start in range(0, n, BLOCK):
+        around, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for step in range(_NEAR):
+            near = start + j + step - _NEAR // 2
+            there = (near >= 0) & (near < n)
+            unlike_k = (tl.load(scores_ptr + near, mask=there, other=0.0) - mean_k) / deviation_k
+            unlike_v = (tl.load(scores_ptr + n + near, mask=there, other=0.0) - mean_v) / deviation_v
+            around += tl.where(there, unlike_k + _VALUE_WEIGHT * unlike_v, 0.0)
+            count += there.to(tl.float32)
+        in_n = start + j < n
+        expected = (tl.load(scores_ptr + 2 * n + start + j, mask=in_n, other=0.0) - mean_e) / deviation_e
+        worth = around / tl.where(in_n, count, 1.0) + _QUERY_WEIGHT * expected
+        tl.store(rank_ptr + start + j, _rank(worth), mask=in_n)
+
+
+@triton.jit
+def _load_slots(vectors_ptr, slot, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The vectors of some slots in float32, and their norms."""
+    d = tl.arange(0, BLOCK_D)
+    mask = mask[:, None]
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    wide = tl.load(vectors_ptr + slot[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    return wide, tl.maximum(tl.sqrt(tl.sum(wide * wide, axis=1)), _TINY)
+
+
+@triton.jit
+def _direction(parts):  # type: ignore[no-untyped-def]
+    """The sum of vectors [N, D] brought to length 1."""
+    total = tl.sum(parts, axis=0)
+    return total / tl.maximum(tl.sqrt(tl.sum(total * total)), _TINY)
+
+
+@triton.jit
+def _moments(scores_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The mean of n scores and their deviation, which is never less than LEAST_DEVIATION."""
+    i = tl.arange(0, BLOCK)
+    total, square = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        total += tl.load(scores_ptr + start + i, mask=start + i < n, other=0.0)
+    mean = tl.sum(total) / n
+    for start in range(0, n, BLOCK):
+        centred = tl.load(scores_ptr + start + i, mask=start + i < n, other=0.0) - mean
+        square += tl.where(start + i < n, centred * centred, 0.0)
+    return mean, tl.maximum(tl.sqrt(tl.sum(square) / n), _LEAST_DEVIATION)
+
+
+@triton.jit
+def _pair_off(plan_ptr, pairs_ptr, n, n_exact, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """List the slots that become exact from place 0 on and those that no longer are from place `n_exact` on.
+
+    Both are in slot order, and as many: the number is returned.
+    """
+    stay = tl.load(plan_ptr + n_exact) >> 1  # chosen ones before the first slot that was not exact
+    for start in range(0, n, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        plan = tl.load(plan_ptr + slot, mask=slot < n, other=0)
+        chosen, before = (plan & 1) == 1, plan >> 1
+        tl.store(pairs_ptr + before - stay, slot, mask=(slot >= n_exact) & chosen)
+        tl.store(pairs_ptr + n_exact + slot - before, slot, mask=(slot < n_exact) & (chosen == 0))
+    return n_exact - stay
+
+
+@triton.jit
+def _swap(  # type: ignore[no-untyped-def]
+    keys_ptr, values_ptr, degree_ptr, pairs_ptr, pairs, n_exact,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Let the two slots of every pair change places."""
+    d = tl.arange(0, BLOCK_D)
+    for start in range(0, pairs, BLOCK_N):
+        pair = start + tl.arange(0, BLOCK_N)
+        in_n = pair < pairs
+        a = tl.load(pairs_ptr + pair, mask=in_n, other=0)
+        b = tl.load(pairs_ptr + n_exact + pair, mask=in_n, other=0)
+        mask = in_n[:, None]
+        if HEAD_DIM != BLOCK_D:
+            mask = mask & (d < HEAD_DIM)[None, :]
+        at_a, at_b = a[:, None] * HEAD_DIM + d[None, :], b[:, None] * HEAD_DIM + d[None, :]
+        key_a, key_b = tl.load(keys_ptr + at_a, mask=mask), tl.load(keys_ptr + at_b, mask=mask)
+        value_a, value_b = tl.load(values_ptr + at_a, mask=mask), tl.load(values_ptr + at_b, mask=mask)
+        degree_a, degree_b = tl.load(degree_ptr + a, mask=in_n), tl.load(degree_ptr + b, mask=in_n)
+        tl.debug_barrier()  # a slot is loaded before another warp stores to it
+        tl.store(keys_ptr + at_a, key_b, mask=mask)
+        tl.store(keys_ptr + at_b, key_a, mask=mask)
+        tl.store(values_ptr + at_a, value_b, mask=mask)
+        tl.store(values_ptr + at_b, value_a, mask=mask)
+        tl.store(degree_ptr + a, degree_b, mask=in_n)
+        tl.store(degree_ptr + b, degree_a, mask=in_n)
+
+
 @triton.jit(
     do_not_specialize=[
         "rank_ptr", "partner_ptr", "fill_ptr", "active_ptr", "due_ptr",
-        "batch", "rows", "slots", "n_sink", "middle", "chunk_size",
+        "batch", "rows", "slots", "n_front", "middle", "chunk_size",
     ]
 )  # fmt: skip
 def _match_kernel(  # type: ignore[no-untyped-def]
     keys_ptr, rank_ptr, partner_ptr, fill_ptr, active_ptr, due_ptr,
-    batch, rows, slots, n_sink, middle, chunk_size,
+    batch, rows, slots, n_front, middle, chunk_size,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Find the partner of every slot of A, a chunk at a time; in place, decide which of the batch rows are due.
@@ -286,31 +521,31 @@ def _match_kernel(  # type: ignore[no-untyped-def]
     first, chunks = tl.program_id(0), tl.cdiv(middle, chunk_size)
     if IN_PLACE:
         for b in range(batch):
-            due = (tl.load(active_ptr + b).to(tl.int32) != 0) & (tl.load(fill_ptr + b) + 1 >= slots)
+            due = _is_due(fill_ptr, active_ptr, b, slots)
             if first == 0:
                 tl.store(due_ptr + b, due.to(tl.int32))
             if due:
                 for item in range(first, rows * chunks, tl.num_programs(0)):
                     _match_chunk(
                         keys_ptr, rank_ptr, partner_ptr, b * rows + item // chunks, item % chunks,
-                        slots, n_sink, middle, chunk_size, HEAD_DIM, BLOCK, BLOCK_D,
+                        slots, n_front, middle, chunk_size, HEAD_DIM, BLOCK, BLOCK_D,
                     )  # fmt: skip
     else:
         _match_chunk(
             keys_ptr, rank_ptr, partner_ptr, first // chunks, first % chunks,
-            slots, n_sink, middle, chunk_size, HEAD_DIM, BLOCK, BLOCK_D,
+            slots, n_front, middle, chunk_size, HEAD_DIM, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def _match_chunk(  # type: ignore[no-untyped-def]
-    keys_ptr, rank_ptr, partner_ptr, row, chunk, slots, n_sink, middle, chunk_size,
+    keys_ptr, rank_ptr, partner_ptr, row, chunk, slots, n_front, middle, chunk_size,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Match the slots of a chunk. The product of two bfloat16 or float16 numbers is exact, and the sum is float32."""
     row = row.to(tl.int64)
-    start = n_sink + chunk * chunk_size
-    stop = tl.minimum(start + chunk_size, n_sink + middle)
+    start = n_front + chunk * chunk_size
+    stop = tl.minimum(start + chunk_size, n_front + middle)
     keys_ptr += row * slots * HEAD_DIM
     first_a = row * ((middle + 1) // 2) + chunk * (chunk_size // 2)
     i, d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
@@ -336,11 +571,7 @@ def _match_chunk(  # type: ignore[no-untyped-def]
     product = product * inverse_b[None, :]
     product = tl.where(in_b[None, :] & (product == product), product, float("-inf"))
     best, partner = tl.max(product, axis=1, return_indices=True, return_indices_tie_break_left=True)
-    similarity = best * inverse_a
-    similarity = tl.where(similarity == similarity, similarity, float("-inf"))
-    bits = tl.where(similarity == 0.0, 0.0, similarity).to(tl.int32, bitcast=True)  # -0 and 0 tie
-    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats order like integers, once the negative ones are turned around
-    tl.store(rank_ptr + first_a + i, rank, mask=in_a)
+    tl.store(rank_ptr + first_a + i, _rank(best * inverse_a), mask=in_a)
     tl.store(partner_ptr + first_a + i, partner, mask=in_a)
 
 
@@ -381,32 +612,35 @@ def _select_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _select_row(rank_ptr, plan_ptr, n_a, merges, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bisect the rank of the m-th most similar pair bit by bit; of the pairs that tie with it the first ones go."""
+def _select_row(rank_ptr, plan_ptr, n, chosen, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Choose the highest of n ranks: bisect the lowest that is chosen bit by bit; of those that tie the first ones.
+
+    The plan of each is 2 * (chosen ones before it) + (1 if it is chosen itself).
+    """
     i = tl.arange(0, BLOCK)
     threshold = tl.full([], _NEVER, tl.int32)
     for step in range(32):
         candidate = threshold ^ (tl.full([], 1, tl.int32) << (31 - step))
         count = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, n_a, BLOCK):
-            rank = tl.load(rank_ptr + start + i, mask=start + i < n_a, other=_NEVER)
+        for start in range(0, n, BLOCK):
+            rank = tl.load(rank_ptr + start + i, mask=start + i < n, other=_NEVER)
             count += (rank >= candidate).to(tl.int32)
-        threshold = tl.where(tl.sum(count) >= merges, candidate, threshold)
+        threshold = tl.where(tl.sum(count) >= chosen, candidate, threshold)
 
     count = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, n_a, BLOCK):
-        rank = tl.load(rank_ptr + start + i, mask=start + i < n_a, other=_NEVER)
+    for start in range(0, n, BLOCK):
+        rank = tl.load(rank_ptr + start + i, mask=start + i < n, other=_NEVER)
         count += (rank > threshold).to(tl.int32)
-    ties_taken = merges - tl.sum(count)
+    ties_taken = chosen - tl.sum(count)
 
     above_before, ties_before = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    for start in range(0, n_a, BLOCK):
-        rank = tl.load(rank_ptr + start + i, mask=start + i < n_a, other=_NEVER)
+    for start in range(0, n, BLOCK):
+        rank = tl.load(rank_ptr + start + i, mask=start + i < n, other=_NEVER)
         above, tie = (rank > threshold).to(tl.int32), (rank == threshold).to(tl.int32)
         ties = ties_before + tl.cumsum(tie) - tie  # before each
-        removed = above_before + tl.cumsum(above) - above + tl.minimum(ties, ties_taken)
-        gone = above | (tie & (ties < ties_taken).to(tl.int32))
-        tl.store(plan_ptr + start + i, 2 * removed + gone, mask=start + i < n_a)
+        before = above_before + tl.cumsum(above) - above + tl.minimum(ties, ties_taken)
+        taken = above | (tie & (ties < ties_taken).to(tl.int32))
+        tl.store(plan_ptr + start + i, 2 * before + taken, mask=start + i < n)
         above_before += tl.sum(above)
         ties_before += tl.sum(tie)
 
@@ -414,33 +648,33 @@ def _select_row(rank_ptr, plan_ptr, n_a, merges, BLOCK: tl.constexpr):  # type: 
 @triton.jit(
     do_not_specialize=[
         "old_degree_ptr", "degree_ptr", "partner_ptr", "plan_ptr", "due_ptr",
-        "batch", "rows", "slots", "n_sink", "middle", "chunk_size", "merges",
+        "batch", "rows", "slots", "n_front", "middle", "chunk_size", "merges",
     ]
 )  # fmt: skip
 def _move_kernel(  # type: ignore[no-untyped-def]
     old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr, partner_ptr, plan_ptr, due_ptr,
-    batch, rows, slots, n_sink, middle, chunk_size, merges,
+    batch, rows, slots, n_front, middle, chunk_size, merges,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Move the slots that stay to their new places, a slice of the columns of keys or of values a program.
 
-    A row is cut into tiles: its sinks, its chunks and its recent slots. Out of place every tile has its own program.
-    In place one program walks the tiles from left to right (the sinks stay), because a slot never moves to the right:
+    A row is cut into tiles: its front, its chunks and its recent slots. Out of place every tile has its own program.
+    In place one program walks the tiles from left to right (the front stays), because a slot never moves to the right:
     what it writes for a tile lies left of the end of that tile, so left of all that it has yet to read. Programs of
     other slices touch other columns. The degrees have one writer, and all read the copy of the old ones.
     """
     first, slices = tl.program_id(0), 2 * tl.cdiv(HEAD_DIM, BLOCK_D)
-    sink_tiles = tl.cdiv(n_sink, chunk_size)
-    tiles = sink_tiles + tl.cdiv(middle, chunk_size) + tl.cdiv(slots - n_sink - middle, chunk_size)
+    front_tiles = tl.cdiv(n_front, chunk_size)
+    tiles = front_tiles + tl.cdiv(middle, chunk_size) + tl.cdiv(slots - n_front - middle, chunk_size)
     if IN_PLACE:
         for b in range(batch):
             if tl.load(due_ptr + b) != 0:
                 for item in range(first, rows * slices, tl.num_programs(0)):
                     row, part = (b * rows + item // slices).to(tl.int64), item % slices
-                    for tile in range(sink_tiles, tiles):
+                    for tile in range(front_tiles, tiles):
                         _move_tile(
                             old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr,
-                            partner_ptr, plan_ptr, row, tile, part, slots, slots, n_sink, middle, chunk_size, merges,
+                            partner_ptr, plan_ptr, row, tile, part, slots, slots, n_front, middle, chunk_size, merges,
                             HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
                         )  # fmt: skip
                     if part == 0:
@@ -451,7 +685,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
         row, tile, part = (first // slices // tiles).to(tl.int64), first // slices % tiles, first % slices
         _move_tile(
             old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr,
-            partner_ptr, plan_ptr, row, tile, part, slots, slots - merges, n_sink, middle, chunk_size, merges,
+            partner_ptr, plan_ptr, row, tile, part, slots, slots - merges, n_front, middle, chunk_size, merges,
             HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
         )  # fmt: skip
 
@@ -459,15 +693,15 @@ def _move_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _move_tile(  # type: ignore[no-untyped-def]
     old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr, partner_ptr, plan_ptr,
-    row, tile, part, slots, new_slots, n_sink, middle, chunk_size, merges,
+    row, tile, part, slots, new_slots, n_front, middle, chunk_size, merges,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Move one slice of the slots of a tile."""
-    chunk = tile - tl.cdiv(n_sink, chunk_size)
+    chunk = tile - tl.cdiv(n_front, chunk_size)
     after = chunk - tl.cdiv(middle, chunk_size)  # the last chunk; the tiles behind hold recent slots
-    start, end = n_sink + chunk * chunk_size, n_sink + middle
+    start, end = n_front + chunk * chunk_size, n_front + middle
     if chunk < 0:
-        start, end = tile * chunk_size, n_sink
+        start, end = tile * chunk_size, n_front
     if after >= 0:
         start, end = end + after * chunk_size, slots
     stop = tl.minimum(start + chunk_size, end)
@@ -542,6 +776,7 @@ def builds() -> list[Build]:
     """
     return [
         *(_select_build(in_place) for in_place in (False, True)),
+        *(_exchange_build(dtype, dim) for dtype in POINTERS for dim in HEAD_DIMS),
         *(build for dtype in POINTERS for dim in HEAD_DIMS for build in _builds(dtype, dim, 128)),
         *(build for chunk_size in (64, 256) for build in _builds(torch.bfloat16, 128, chunk_size)),
     ]
@@ -554,6 +789,20 @@ def _builds(dtype: torch.dtype, dim: int, chunk_size: int) -> Iterator[Build]:
     wide = torch.float32
     for old, new in dict.fromkeys([(dtype, dtype), (dtype, wide), (wide, dtype)]):
         yield _move_build(old, new, dim, chunk_size, in_place=False)
+
+
+def _exchange_build(dtype: torch.dtype, dim: int) -> Build:
+    blocks = exchange_blocks(dim, dtype.itemsize)
+    pointers = dict.fromkeys(("keys_ptr", "values_ptr"), POINTERS[dtype]) | {"fill_ptr": "*i64", "active_ptr": "*i1"}
+    pointers |= dict.fromkeys(("degree_ptr", "queries_ptr", "scores_ptr"), "*fp32")
+    return Build(
+        f"exchange-{POINTERS[dtype][1:]}-D{dim}",
+        _exchange_kernel,
+        signature(_exchange_kernel, pointers, "*i32"),
+        {"HEAD_DIM": dim, "BLOCK_D": blocks.d, "BLOCK_N": blocks.pairs, "BLOCK": _SCORES},
+        blocks.num_warps,
+        blocks.num_stages,
+    )
 
 
 def _match_build(dtype: torch.dtype, dim: int, chunk_size: int, in_place: bool) -> Build:

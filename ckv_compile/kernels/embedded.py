@@ -11,7 +11,7 @@ from ckv_compile.kernels.builds import in_graph
 from ckv_compile.schedule import Schedule
 
 
-@torch.library.triton_op("ckv_triton::cached_attention", mutates_args={"keys", "values", "degree"})
+@torch.library.triton_op("ckv_triton::cached_attention", mutates_args={"keys", "values", "degree", "queries"})
 def cached_attention(
     q: Tensor,
     k: Tensor,
@@ -19,6 +19,7 @@ def cached_attention(
     keys: Tensor,
     values: Tensor,
     degree: Tensor,
+    queries: Tensor,
     fill: Tensor,
     active: Tensor,
     layer: int,
@@ -32,10 +33,13 @@ def cached_attention(
     r_init: float,
     r_decay: float,
     r_min: float,
+    n_exact: int = 0,
 ) -> Tensor:
     """`ckv::cached_attention` of one token a row."""
     with in_graph():
-        return attention.decode_attention(q, k, v, keys, values, degree, fill, active, layer, scale, softcap, sinks)
+        return attention.decode_attention(
+            q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks
+        )
 
 
 @torch.library.triton_op("ckv_triton::window_attention", mutates_args={"keys", "values"})
@@ -54,7 +58,9 @@ def window_attention(
 ) -> Tensor:
     """`ckv::window_attention` of one token a row."""
     with in_graph():
-        return attention.decode_attention(q, k, v, keys, values, None, position, active, layer, scale, softcap, sinks)
+        return attention.decode_attention(
+            q, k, v, keys, values, None, None, position, active, layer, scale, softcap, sinks
+        )
 
 
 @torch.library.triton_op("ckv_triton::compact_", mutates_args={"keys", "values", "degree", "fill", "position"})
@@ -62,6 +68,7 @@ def compact_(
     keys: Tensor,
     values: Tensor,
     degree: Tensor,
+    queries: Tensor,
     fill: Tensor,
     active: Tensor,
     position: Tensor,
@@ -73,12 +80,13 @@ def compact_(
     r_init: float,
     r_decay: float,
     r_min: float,
+    n_exact: int = 0,
 ) -> None:
     """`ckv::compact_` after one token a row."""
     if not keys.shape[1]:  # windows alone, which are never compacted
         fill.add_(active)
         position.add_(active)
         return
-    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min)
+    schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     with in_graph():
-        compaction.compact(keys, values, degree, fill, position, active, schedule)
+        compaction.compact(keys, values, degree, queries, fill, position, active, schedule)

@@ -11,8 +11,9 @@ import triton.language as tl
 from device import DEVICE
 from torch import Tensor
 
+from ckv_compile import clustering
 from ckv_compile.kernels import attention
-from ckv_compile.reference import Row, attend_row
+from ckv_compile.reference import Queries, Row, attend_row, observe
 
 pytestmark = pytest.mark.gpu
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -32,6 +33,7 @@ class Step(NamedTuple):
     keys: Tensor
     values: Tensor
     degree: Tensor | None  # None: a ring
+    queries: Tensor | None  # likewise
     fill: Tensor
     active: Tensor
 
@@ -68,6 +70,7 @@ def make_step(
         keys=keys,
         values=values,
         degree=degree,
+        queries=torch.randn(batch, LAYERS, heads, 2, dim, generator=generator),
         fill=torch.tensor(fill),
         active=torch.ones(batch, dtype=torch.bool),
     )
@@ -181,7 +184,11 @@ def test_decode_writes_the_new_token_and_nothing_else(dtype: str, parts: int) ->
         expected.keys[b, LAYER, :, used] = step.k[b, :, 0]
         expected.values[b, LAYER, :, used] = step.v[b, :, 0]
         expected.degree[b, LAYER, :, used] = 1.0
+        clustering.observe_(expected.queries[b, LAYER], step.q[b], step.scale)
     out = run_step(step, parts)
+    torch.testing.assert_close(step.queries, expected.queries, rtol=1e-6, atol=1e-7)
+    served = [[0], [1], [3]], LAYER
+    step.queries[served] = expected.queries[served]
     for name, after, wanted in zip(Step._fields, step, expected, strict=True):
         assert same_bits(after, wanted), name
     assert same_bits(out[2], torch.zeros_like(out[2]))
@@ -196,6 +203,27 @@ def test_a_row_that_is_full_or_not_active_is_left_as_it_is(parts: int) -> None:
     before = step.clone()
     run_step(step, parts)
     assert all(same_bits(after, was) for after, was in zip(step, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype", "parts"),
+    [(1, 64, "fp32", 1), (2, 80, "fp32", 3), (3, 80, "bf16", 2), (20, 24, "fp16", 1)],
+    ids=str,
+)
+def test_means_of_the_queries_follow_a_stream(group: int, dim: int, dtype: str, parts: int) -> None:
+    """Against the oracle, with a cap, which they do not see; a row that pauses keeps its own."""
+    step = make_step([0, 30], group=group, capacity=40, dim=dim, dtype=dtype)
+    step.queries[0].zero_()
+    expected = step.queries.double()
+    for token in range(4):
+        q = make_step([token], group=group, dim=dim, dtype=dtype).q.expand(2, -1, -1, -1)
+        step.active[1] = token % 3 != 1
+        run_step(step._replace(q=q), parts, softcap=3.0)
+        for b in step.active.nonzero().flatten().tolist():
+            for h, own in enumerate(q[b].unflatten(0, (2, group))):
+                expected[b, LAYER, h] = torch.stack(observe(Queries(*expected[b, LAYER, h]), own, step.scale))
+        step.fill.add_(step.active)
+    torch.testing.assert_close(step.queries.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -289,6 +317,11 @@ def test_decode_refuses_what_does_not_fit() -> None:
         {"v": step.v[:, :1]},
         {"values": step.values[:, :1]},
         {"degree": step.degree.double()},
+        {"queries": step.queries[:, :1]},
+        {"queries": step.queries.double()},
+        {"queries": step.queries.mT.contiguous().mT},
+        {"queries": None},
+        {"degree": None},
         {"fill": step.fill.int()},
         {"active": step.active.int()},
         {"k": step.k.half()},
@@ -554,7 +587,7 @@ def make_ring_step(histories: Sequence[History], fill: Sequence[int], window: in
     keys, values = (torch.stack([part] * LAYERS, dim=1) for part in map(torch.stack, zip(*rings, strict=True)))
     put_garbage(keys[:, LAYER - 1], values[:, LAYER - 1])
     active = torch.ones(len(fill), dtype=torch.bool, device=DEVICE)
-    return Step(*new_tokens(histories, fill), keys, values, None, torch.tensor(fill, device=DEVICE), active)
+    return Step(*new_tokens(histories, fill), keys, values, None, None, torch.tensor(fill, device=DEVICE), active)
 
 
 def new_tokens(histories: Sequence[History], tokens: Sequence[int]) -> tuple[Tensor, ...]:

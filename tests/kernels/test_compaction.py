@@ -1,7 +1,7 @@
 """The Triton compaction kernels against the reference: run natively on a GPU, or with TRITON_INTERPRET=1 on the CPU.
 
-Which slots merge must not hang on rounding. So keys are either random, with similarities that decide far enough apart
-(`reference` asserts that), or made of +1 and -1 in a power of 4 of columns: then norms and cosines are exact.
+Which slots merge, and which are exact, must not hang on rounding. So keys are either random, with scores that decide
+far enough apart (`reference` and `exchanged` assert that), or of few kinds, with norms and cosines that are exact.
 """
 
 import os
@@ -29,8 +29,8 @@ RTOL = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 State = tuple[Tensor, Tensor, Tensor]
 
 
-def make_schedule(chunk: int, sink: int = 0, recent: int = 0, budget: int = 1) -> Schedule:
-    return Schedule(budget, sink, recent, chunk, r_init=0.5, r_decay=0.1, r_min=0.1)
+def make_schedule(chunk: int, sink: int = 0, recent: int = 0, budget: int = 1, exact: int = 0) -> Schedule:
+    return Schedule(budget, sink, recent, chunk, r_init=0.5, r_decay=0.1, r_min=0.1, n_exact=exact)
 
 
 def make_rows(rows: int, n: int, dim: int, dtype: str = "fp32", degrees: int = 1, seed: int = 0) -> State:
@@ -55,7 +55,7 @@ def assert_separated(keys: Tensor, merges: int, schedule: Schedule) -> None:
     """No partner, and no m-th most similar pair, is chosen by a difference that rounding could turn around."""
     unit = torch.nn.functional.normalize(keys.double(), dim=-1)
     best = []
-    for start in range(schedule.n_sink, keys.shape[0] - schedule.n_recent, schedule.chunk_size):
+    for start in range(schedule.n_front, keys.shape[0] - schedule.n_recent, schedule.chunk_size):
         chunk = unit[start : min(start + schedule.chunk_size, keys.shape[0] - schedule.n_recent)]
         if len(chunk) > 1:
             first, second = (
@@ -264,6 +264,88 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
         assert all(torch.equal(a[0], t[r]) for a, t in zip(alone, together, strict=True))
 
 
+def make_queries(keys: Tensor) -> Tensor:
+    """Means of queries and of their squares [..., 2, D] for keys [..., n, D]."""
+    generator = torch.Generator().manual_seed(keys.shape[-1])
+    mean, deviation = torch.randn(2, *keys.shape[:-2], keys.shape[-1], generator=generator) / keys.shape[-1] ** 0.5
+    return torch.stack([mean, mean**2 + deviation**2], dim=-2).to(DEVICE)
+
+
+def exchanged(state: State, queries: Tensor, schedule: Schedule) -> State:
+    """The exchange by the batched form; what is exact is worth clearly more than what is not."""
+    worth = clustering.worth(state[0].double(), state[1].double(), state[2], queries.double(), schedule)
+    ranked = worth.sort(dim=1, descending=True).values
+    assert (ranked[:, schedule.n_exact - 1] - ranked[:, schedule.n_exact]).min() > 1e-4
+    return clustering.exchange(*state, queries, schedule)
+
+
+def run_exchange(state: State, queries: Tensor, schedule: Schedule) -> State:
+    """The exchange alone, on rows [R, n] that are due: each the one head of a batch row."""
+    keys, values, degree = (part.clone()[:, None, None] for part in state)
+    last = torch.full(degree.shape[:1], degree.shape[3] - 1, device=DEVICE)
+    compaction.exchange(keys, values, degree, queries[:, None, None], last, last > 0, schedule)
+    return keys[:, 0, 0], values[:, 0, 0], degree[:, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("n", "sink", "exact", "recent", "dim", "dtype"),
+    [
+        (40, 2, 6, 4, 16, "fp32"),
+        (70, 0, 30, 0, 80, "bf16"),
+        (33, 3, 1, 5, 24, "fp16"),
+        (21, 1, 14, 1, 256, "bf16"),  # more exact slots than others
+        (12, 2, 2, 4, 8, "fp32"),  # fewer candidates than a slot has neighbours
+        (1100, 4, 560, 32, 8, "fp32"),  # more scores, and more pairs, than are handled at once
+    ],
+    ids=str,
+)
+def test_exchange_has_the_bits_of_the_batched_form(
+    n: int, sink: int, exact: int, recent: int, dim: int, dtype: str
+) -> None:
+    state, schedule = make_rows(2, n, dim, dtype, degrees=9), make_schedule(8, sink, recent, exact=exact)
+    queries = make_queries(state[0])
+    expected = exchanged(state, queries, schedule)
+    assert not any(torch.equal(new, old) for new, old in zip(expected[0], state[0], strict=True))
+    actual = run_exchange(state, queries, schedule)
+    assert all(torch.equal(bits(got), bits(wanted)) for got, wanted in zip(actual, expected, strict=True))
+
+
+def test_of_slots_that_are_worth_the_same_the_first_are_exact() -> None:
+    """32 candidates whose degrees add up to 1024, so that every mean is exact; a degree names its slot."""
+    keys = torch.eye(8, device=DEVICE)[:1].expand(1, 37, -1).contiguous()
+    degree = torch.arange(1.0, 38.0, device=DEVICE)[None]
+    degree[0, 33] += 1024 - degree[0, 2:34].sum()
+    values, queries, schedule = keys.clone(), make_queries(keys), make_schedule(8, 2, 3, exact=9)
+    assert torch.equal(run_exchange((keys, values, degree), queries, schedule)[2], degree)
+    values[:, [6, 9, 13, 17, 22, 30]] *= 4.0  # worth more, and the same; 2, 3 and 4 stay beside them
+    order = torch.arange(37, device=DEVICE)
+    order[[13, 17, 22, 30, 5, 7, 8, 10]] = order[[5, 7, 8, 10, 13, 17, 22, 30]]
+    actual = run_exchange((keys, values, degree), queries, schedule)
+    assert torch.equal(actual[2], degree[:, order])
+    assert torch.equal(actual[1], values[:, order])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38, 1e-40, 0.0], ids=str)
+def test_exchange_keeps_every_slot_whatever_the_numbers(value: float) -> None:
+    keys, values, _ = make_rows(2, 33, 16)
+    degree = torch.arange(1.0, 34.0, device=DEVICE).expand(2, -1)  # names the slot
+    keys[0, 11], values[1, 20:] = value, value
+    actual = run_exchange((keys, values, degree), make_queries(keys), make_schedule(8, 2, 3, exact=7))
+    assert torch.equal(actual[2].sort().values, degree)
+    for row, slots in enumerate((actual[2] - 1).long()):
+        assert torch.equal(bits(actual[0][row]), bits(keys[row, slots]))
+        assert torch.equal(bits(actual[1][row]), bits(values[row, slots]))
+
+
+def test_an_exchange_has_the_same_bits_in_any_company() -> None:
+    state, schedule = make_rows(3, 45, 16, degrees=7), make_schedule(8, 2, 3, exact=8)
+    state[0][1], queries = make_signs(1, 45)[0], make_queries(state[0])
+    together = run_exchange(state, queries, schedule)
+    for r in range(3):
+        alone = run_exchange(tuple(part[r : r + 1] for part in state), queries[r : r + 1], schedule)
+        assert all(torch.equal(a[0], t[r]) for a, t in zip(alone, together, strict=True))
+
+
 def make_cache(fill: list[int], layers: int, heads: int, capacity: int, dim: int, dtype: str) -> State:
     """A cache [B, L, Hkv, C, D] in which the slots from `fill` on are empty and hold NaN."""
     rows = make_rows(len(fill) * layers * heads, capacity, dim, dtype, degrees=6, seed=5)
@@ -280,30 +362,33 @@ def flat_rows(state: State, b: int) -> Iterator[State]:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "budget", "chunk", "sink", "recent", "dim", "dtype"),
+    ("capacity", "budget", "chunk", "sink", "exact", "recent", "dim", "dtype"),
     [
-        (40, 30, 16, 2, 4, 16, "bf16"),
-        (40, 39, 16, 0, 0, 16, "fp32"),  # one merge
-        (33, 17, 32, 0, 0, 16, "fp16"),  # all of A, and a last chunk of one slot
-        (27, 21, 2, 3, 5, 24, "bf16"),
-        (70, 60, 128, 4, 8, 80, "bf16"),
-        (44, 36, 6, 9, 13, 16, "fp32"),  # more protected slots than a tile has
+        (40, 30, 16, 2, 0, 4, 16, "bf16"),
+        (40, 39, 16, 0, 0, 0, 16, "fp32"),  # one merge
+        (33, 17, 32, 0, 0, 0, 16, "fp16"),  # all of A, and a last chunk of one slot
+        (27, 21, 2, 3, 0, 5, 24, "bf16"),
+        (70, 60, 128, 4, 0, 8, 80, "bf16"),
+        (44, 36, 6, 9, 0, 13, 16, "fp32"),  # more protected slots than a tile has
+        (40, 34, 16, 2, 12, 4, 16, "fp32"),
+        (51, 44, 8, 3, 25, 5, 80, "bf16"),  # more exact slots than a tile has
     ],
     ids=str,
 )
 def test_compact_serves_the_rows_that_are_due(
-    capacity: int, budget: int, chunk: int, sink: int, recent: int, dim: int, dtype: str
+    capacity: int, budget: int, chunk: int, sink: int, exact: int, recent: int, dim: int, dtype: str
 ) -> None:
     """Side by side: a row that is full, one that is not, a full one that is not active, and another full one."""
-    schedule = make_schedule(chunk, sink, recent, budget)
+    schedule = make_schedule(chunk, sink, recent, budget, exact)
     last = capacity - 1
     cache = make_cache([capacity, 20, capacity, capacity], 2, 2, capacity, dim, dtype)
     before = tuple(t.clone() for t in cache)
     fill = torch.tensor([last, 19, last, last], device=DEVICE)  # the token of this step is in its slot already
     position = torch.tensor([1000, 19, 500, 2**33], device=DEVICE)
     active = torch.tensor([True, True, False, True], device=DEVICE)
+    queries = make_queries(cache[0])
 
-    compaction.compact(*cache, fill, position, active, schedule)
+    compaction.compact(*cache, queries, fill, position, active, schedule)
 
     assert fill.tolist() == [budget, 20, last, budget]
     assert position.tolist() == [1001, 20, 500, 2**33 + 1]
@@ -311,8 +396,9 @@ def test_compact_serves_the_rows_that_are_due(
         assert all(torch.equal(bits(new[b]), bits(old[b])) for new, old in zip(cache[:2], before[:2], strict=True))
         assert torch.equal(cache[2][b], before[2][b])
     for b in (0, 3):
-        for new, old in zip(flat_rows(cache, b), flat_rows(before, b), strict=True):
-            expected = reference(old, (capacity - budget,), schedule)
+        for new, old, known in zip(flat_rows(cache, b), flat_rows(before, b), queries[b], strict=True):
+            chosen = exchanged(old, known, schedule) if exact else old
+            expected = reference(chosen, (capacity - budget,), schedule)
             assert_same((new[0][:, :budget], new[1][:, :budget], new[2][:, :budget]), expected)
             assert not new[2][:, budget:].any()
 
@@ -322,17 +408,20 @@ def test_compact_and_compress_have_the_same_bits() -> None:
     cache = make_cache([29, 29], 1, 2, 29, 16, "bf16")
     expected = compaction.compress(*(t.flatten(0, 2) for t in cache), (9,), schedule)
     counters = torch.full((2,), 28, device=DEVICE)
-    compaction.compact(*cache, counters, counters.clone(), torch.ones(2, dtype=torch.bool, device=DEVICE), schedule)
+    queries, active = make_queries(cache[0]), torch.ones(2, dtype=torch.bool, device=DEVICE)
+    compaction.compact(*cache, queries, counters, counters.clone(), active, schedule)
     for got, wanted in zip(cache, expected, strict=True):
         assert torch.equal(got.flatten(0, 2)[:, :20], wanted)
 
 
-def test_a_stream_of_steps_with_repeated_compactions() -> None:
+@pytest.mark.parametrize("exact", [0, 5], ids="exact{}".format)
+def test_a_stream_of_steps_with_repeated_compactions(exact: int) -> None:
     """Rows that start at different fills, take a token a step, and are compacted at different times."""
-    capacity, budget, dim = 22, 16, 16
-    schedule = make_schedule(8, 2, 3, budget)
-    used = [3, 15, 20]
+    capacity, budget, dim = 22 + exact, 16 + exact, 16
+    schedule = make_schedule(8, 2, 3, budget, exact)
+    used = [n + exact for n in (3, 15, 20)]
     cache = make_cache(used, 2, 1, capacity, dim, "fp32")
+    queries = make_queries(cache[0])
     oracle = {
         (b, layer): Row(*(t[b, layer, 0, :n].clone().cpu() for t in cache))
         for b, n in enumerate(used)
@@ -347,11 +436,14 @@ def test_a_stream_of_steps_with_repeated_compactions() -> None:
             slot = int(fill[b])
             cache[0][b, layer, 0, slot], cache[1][b, layer, 0, slot], cache[2][b, layer, 0, slot] = k, v, 1.0
             new = Row(*(torch.cat(pair) for pair in zip(row, (k, v, torch.ones(1)), strict=True)))
+            if len(new.degree) == capacity and exact:
+                known = queries[b, layer].cpu()
+                new = Row(*(part[0] for part in exchanged(tuple(part[None] for part in new), known, schedule)))
             if len(new.degree) == capacity:
                 assert_separated(new.keys, capacity - budget, schedule)
                 new, compactions = merge_row(new, capacity - budget, schedule), compactions + 1
             oracle[b, layer] = new
-        compaction.compact(*cache, fill, position, active, schedule)
+        compaction.compact(*cache, queries, fill, position, active, schedule)
         assert position.tolist() == [n + step for n in used]
         for (b, layer), row in oracle.items():
             slots = int(fill[b])
@@ -362,6 +454,22 @@ def test_a_stream_of_steps_with_repeated_compactions() -> None:
             assert not cache[2][b, layer, 0, slots:].any()
     assert compactions >= 2 * (1 + 3 + 3)
     assert torch.equal(cache[2].sum(-1)[:, 0, 0].cpu(), torch.stack([oracle[b, 0].degree.sum() for b in range(3)]))
+
+
+def test_only_exact_slots_cost_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, launch = [], compaction.launch
+    monkeypatch.setattr(
+        compaction, "launch", lambda kernel, grid: launched.append(kernel.__name__) or launch(kernel, grid)
+    )
+    for exact, expected in ((0, []), (3, ["_exchange_kernel"])):
+        launched.clear()
+        cache = make_cache([9], 1, 1, 20, 16, "fp32")
+        before = tuple(part.clone() for part in cache)
+        counters, active = torch.tensor([9], device=DEVICE), torch.tensor([True], device=DEVICE)
+        schedule = make_schedule(8, 1, 1, budget=16, exact=exact)
+        compaction.compact(*cache, make_queries(cache[0]), counters, counters.clone(), active, schedule)
+        assert launched == [*expected, "_match_kernel", "_select_kernel", "_move_kernel"]
+        assert all(torch.equal(bits(new), bits(old)) for new, old in zip(cache, before, strict=True))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -379,7 +487,9 @@ def test_what_does_not_fit_is_refused() -> None:
         compaction.compress(*(t.double() for t in state), (3,), make_schedule(8))
     cache = make_cache([20], 2, 2, 20, 16, "fp32")
     counters, active = torch.tensor([3], device=DEVICE), torch.tensor([True], device=DEVICE)
+    queries, rest = make_queries(cache[0]), (counters, counters.clone(), active)
     with pytest.raises(ValueError, match="contiguous"):
-        compaction.compact(
-            cache[0].transpose(1, 2), *cache[1:], counters, counters.clone(), active, make_schedule(8, budget=16)
-        )
+        compaction.compact(cache[0].transpose(1, 2), *cache[1:], queries, *rest, make_schedule(8, budget=16))
+    for wrong in (queries[:, :1], queries.double(), queries.mT.contiguous().mT):
+        with pytest.raises(ValueError, match=r"queries must be contiguous float32 of \(1, 2, 2, 2, 16\)"):
+            compaction.compact(*cache, wrong, *rest, make_schedule(8, budget=16, exact=3))
