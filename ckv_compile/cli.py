@@ -82,6 +82,26 @@ ABLATIONS = (
     "recents",
     "interval",
 )
+PRESSES = (
+    "keydiff",
+    "keydiff-blocks",
+    "tova",
+    "snapkv",
+    "expected-attention",
+    "knorm",
+    "streaming-llm",
+    "merging-keydiff",
+    "merging-snapkv",
+    "merging-expected-attention",
+    "compactor",
+    "leverage",
+    "non-causal",
+    "lagkv",
+    "cur",
+    "cap",
+    "critical-snapkv",
+    "critical-expected-attention",
+)
 TEXTS = ("reference-tuning", "reference-reporting", "sources-tuning", "sources-reporting")
 _CHAT_COMMANDS = "/reset, /save FILE, /load FILE, /stats, /exit"
 
@@ -160,6 +180,10 @@ def _method(text: str) -> str:
 
 def _ablation(text: str) -> str:
     return _one_of(ABLATIONS, text)
+
+
+def _press(text: str) -> str:
+    return _one_of(PRESSES, text)
 
 
 def _named_text(text: str) -> str:
@@ -710,6 +734,14 @@ def eval_(
             help=f"Add the methods that test one choice of ours: {', '.join(ABLATIONS)}. Repeatable.",
         ),
     ] = None,
+    press: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_press,
+            metavar="PRESS",
+            help=f"Add a press of kvpress (make peers installs it): {', '.join(PRESSES)}. Repeatable.",
+        ),
+    ] = None,
     budget: Budgets = None,
     length: Annotated[
         list[int] | None,
@@ -805,6 +837,7 @@ def eval_(
     from ckv_compile.evaluation import files, harness, session, tasks
     from ckv_compile.evaluation.ablations import ABLATIONS as GROUPS
     from ckv_compile.evaluation.candidates import candidate
+    from ckv_compile.evaluation.presses import Presses
     from ckv_compile.evaluation.texts import TEXTS as NAMED
     from ckv_compile.loading import check_device, load_model
 
@@ -817,7 +850,8 @@ def eval_(
     with render.busy("loading"):
         original, tokenizer = load_model(model, _torch_dtype(dtype or "auto"))
         original = original.to(device or "cpu")
-    run = session.Session(model, original, tokenizer, chosen, options, out)
+    presses = Presses(model, original, tokenizer, press, budgets) if press else None
+    run = session.Session(model, original, tokenizer, chosen, options, out, presses)
     with render.bar("prompts" if asks else "windows") as show:
         if asks:
             prompts = tasks.prompts(

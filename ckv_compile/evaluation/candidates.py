@@ -14,7 +14,7 @@ from ckv_compile.schedule import Schedule
 KNOWN: dict[str, Method] = METHODS | VARIANTS
 """Every method by its name, the variants of chunked soft matching among them."""
 _PROTECTION = ("n_sink", "n_recent")
-OPTIONS = ("n_sink", "n_recent", "chunk_size", "r_init", "r_decay", "r_min", "max_context")
+OPTIONS = ("n_sink", "n_recent", "exact", "chunk_size", "r_init", "r_decay", "r_min", "max_context")
 """Fields of `CKVConfig` that a whole run may have; the others say how the product reads, and not what it keeps."""
 
 

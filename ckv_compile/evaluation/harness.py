@@ -273,7 +273,7 @@ def run(
     turns = [None if protocol == "inside" else ids[:, known:] for protocol, _, _ in rows]
     wanted = [(ids.shape[1] if protocol == "inside" else known, how) for protocol, how, _ in rows]
     logits, batches = reader.prefill(ids, wanted, len(sample.question) + sample.reply)
-    said = _Said(tokenizer, reader.original, sample)
+    said = Said(tokenizer, reader.original, sample)
     replies = map(said.text, reader.reply(batches, turns, logits, sample.reply, said.ends))
     where = (prompt.task, prompt.length, prompt.depth, prompt.seed)
     return [
@@ -282,7 +282,7 @@ def run(
     ]
 
 
-class _Said:
+class Said:
     """What the tokens of a reply say."""
 
     def __init__(self, tokenizer: Any, model: PreTrainedModel, sample: Sample) -> None:

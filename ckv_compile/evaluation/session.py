@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import ckv_compile
 from ckv_compile.evaluation.harness import Chosen, Protocol, Reader, predict, run
 from ckv_compile.evaluation.outcomes import Log, Outcome, TextOutcome, summarise, summarise_texts
+from ckv_compile.evaluation.presses import Presses
 from ckv_compile.evaluation.tasks import Prompt
 from ckv_compile.evaluation.texts import windows
 
@@ -30,6 +31,7 @@ class Session:
         chosen: of `harness.choose`.
         options: fields of `CKVConfig` for all methods, as far as they have such a thing.
         out: a file for the outcomes; None keeps none.
+        presses: of kvpress, which take the same prompts and texts.
     """
 
     def __init__(
@@ -40,10 +42,12 @@ class Session:
         chosen: Sequence[Chosen],
         options: Mapping[str, Any],
         out: Path | None,
+        presses: Presses | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.chosen = chosen
         self.out = out
+        self.presses = presses
         self.reader = Reader(model, **options)
         shape = self.reader.shape
         self.settings = {
@@ -52,6 +56,7 @@ class Session:
             "device": model.device.type,
             "shape": {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "itemsize": shape.dtype.itemsize},
             "methods": [[each.candidate.label, each.budget] for each in chosen],
+            "presses": [] if presses is None else presses.chosen,
             "options": dict(options),
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -74,7 +79,10 @@ class Session:
             key = [prompt.task, prompt.length, prompt.depth, prompt.seed]
             found = log.outcomes(key)
             if found is None:
-                found = [each._asdict() for each in run(self.reader, self.tokenizer, prompt, self.chosen, protocols)]
+                replies = run(self.reader, self.tokenizer, prompt, self.chosen, protocols)
+                if self.presses is not None:
+                    replies += self.presses.replies(prompt, protocols)
+                found = [each._asdict() for each in replies]
                 log.add(key, found)
             outcomes += [Outcome(**each) for each in found]
             show(done, len(prompts))
@@ -97,17 +105,20 @@ class Session:
         """
         settings = self.settings | {"context": context, "tokens": tokens, "windows": count}
         cut = {name: windows(self.tokenizer, name, text, context, count) for name, text in texts.items()}
-        log, outcomes = Log(self.out, settings, _about()), []
-        show(0, count * len(cut))
+        log, outcomes, done = Log(self.out, settings, _about()), [], 0
+        show(done, count * len(cut))
         for name, ids in cut.items():
             for i, window in enumerate(ids):
                 found = log.outcomes([name, i])
                 if found is None:
                     where = (name, i, window.to(self.reader.device))
-                    found = [each._asdict() for each in predict(self.reader, *where, tokens, self.chosen)]
+                    predictions = predict(self.reader, *where, tokens, self.chosen)
+                    if self.presses is not None:
+                        predictions += self.presses.predictions(*where, tokens)
+                    found = [each._asdict() for each in predictions]
                     log.add([name, i], found)
                 outcomes += [TextOutcome(**each) for each in found]
-                show(len(outcomes) // len(self.chosen), count * len(cut))
+                show(done := done + 1, count * len(cut))
         return _document(settings, summarise_texts(outcomes), outcomes)
 
 
