@@ -286,6 +286,7 @@ def _multi_value(rng: random.Random) -> _Text:
         question=f"\nWhat are the {_VALUES} secret numbers of the {thing} in this text?",
         reply=f"The {_VALUES} secret numbers of the {thing} are",
         answers=numbers,
+        between="".join(f"\n{i}." for i in range(_VALUES)),
     )
 
 
