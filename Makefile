@@ -6,7 +6,7 @@ MODEL ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup demo demo-similarity demo-clusters demo-export test gpu-builds lint bench clean
+.PHONY: setup demo demo-similarity demo-clusters demo-export test gpu-builds lint bench peers clean
 
 setup: .venv/ready
 
@@ -37,5 +37,19 @@ lint: setup
 bench: setup
 	$(BIN)/python -m ckv_compile.benchmark $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
+# What `ckv bench` compares with, in environments of their own: kvpress needs an older transformers, and llama-cpp-python
+# is built from source, which takes about ten minutes on one core.
+peers: .venv-kvpress/ready .venv-llama/ready
+
+.venv-kvpress/ready:
+	test -x .venv-kvpress/bin/python || $(PYTHON) -m venv .venv-kvpress
+	.venv-kvpress/bin/python -m pip install --quiet $(TORCH) kvpress==0.5.5
+	touch $@
+
+.venv-llama/ready:
+	test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-kvpress .venv-llama build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ConfigError,
         InputError,
         PassError,
+        PeerError,
         UnsupportedModelError,
     )
     from ckv_compile.model import CKVForCausalLM, load, transform
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "InputError",
     "PassError",
+    "PeerError",
     "UnsupportedModelError",
     "cache_for",
     "load",

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import inspect
 import io
+import json
 import logging
 import re
 import sys
@@ -48,7 +49,60 @@ TASKS = (
     "recall",
     "documents",
 )
-METHODS = ("ours", "full", "streaming", "h2o", "snapkv", "tova", "key-norm", "keydiff", "expected-attention", "kmeans")
+CONTESTANTS = ("dynamic", "static", "kvpress-snapkv", "kvpress-knorm", "llama.cpp", "ours")
+METHODS = (
+    "full",
+    "ours",
+    "streaming",
+    "h2o",
+    "d2o",
+    "snapkv",
+    "tova",
+    "key-norm",
+    "keydiff",
+    "expected-attention",
+    "kmeans",
+    "csm",
+    "csm-contiguous",
+    "csm-random",
+    "csm-no-degree",
+    "csm-per-chunk",
+    "csm-before-rope",
+)
+ABLATIONS = (
+    "partition",
+    "degree",
+    "selection",
+    "rope",
+    "exact",
+    "r-init",
+    "r-decay",
+    "chunk-size",
+    "sinks",
+    "recents",
+    "interval",
+)
+PRESSES = (
+    "keydiff",
+    "keydiff-blocks",
+    "tova",
+    "snapkv",
+    "expected-attention",
+    "knorm",
+    "streaming-llm",
+    "merging-keydiff",
+    "merging-snapkv",
+    "merging-expected-attention",
+    "compactor",
+    "leverage",
+    "non-causal",
+    "lagkv",
+    "cur",
+    "cap",
+    "critical-snapkv",
+    "critical-expected-attention",
+)
+TEXTS = ("reference-tuning", "reference-reporting", "sources-tuning", "sources-reporting")
 _CHAT_COMMANDS = "/reset, /save FILE, /load FILE, /stats, /exit"
 
 
@@ -120,7 +174,24 @@ def _task(text: str) -> str:
 
 
 def _method(text: str) -> str:
-    return _one_of(METHODS, text)
+    _one_of(METHODS, text.partition(":")[0])
+    return text
+
+
+def _ablation(text: str) -> str:
+    return _one_of(ABLATIONS, text)
+
+
+def _press(text: str) -> str:
+    return _one_of(PRESSES, text)
+
+
+def _named_text(text: str) -> str:
+    return _one_of(TEXTS, text)
+
+
+def _contestant(text: str) -> str:
+    return _one_of(CONTESTANTS, text)
 
 
 def _one_of(known: Sequence[str], text: str) -> str:
@@ -547,39 +618,89 @@ def plan(
 
 
 @app.command()
+@_takes_config("budget", "max_batch_size")
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="Hub id, folder, .gguf file or smollm2.", show_default="smollm2"),
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file or smollm2.")] = "smollm2",
+    contestant: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_contestant,
+            metavar="CONTESTANT",
+            help=f"Who runs: {', '.join(CONTESTANTS)}. Repeatable.",
+            show_default="all",
+        ),
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Prompt tokens.")] = 8000,
-    budget: Annotated[int, typer.Option(min=1, help="Slots per KV head.")] = 2048,
-    tokens: Annotated[int, typer.Option(min=4, help="Tokens to generate.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each method.")] = 3,
+    context: Annotated[
+        list[int] | None, typer.Option(min=2, help="Prompt tokens. Repeatable.", show_default="2048, 8192")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows. Repeatable.", show_default="1")] = None,
+    budget: Budgets = None,
+    tokens: Annotated[int, typer.Option(min=4, help="Tokens to generate in a run.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each contestant, in turn.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="as torch chooses")] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, typer.Option(help="Of the speed table.", show_default="both")
-    ] = None,
-    only: Annotated[
-        Literal["speed", "flatness", "memory", "quality"] | None, typer.Option(help="Run one of the tables.")
-    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights and cache.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    compile: Annotated[
+        str, typer.Option(help="Of ours: inductor, inductor-no-cudagraphs, or eager, which compiles nothing.")
+    ] = "inductor",
+    plots: Annotated[Path | None, typer.Option(help="Folder for pictures (PNG).")] = None,
+    save: Annotated[Path | None, typer.Option(help="File for the JSON document, beside the table.")] = None,
     as_json: Json = False,
+    options: Any = None,
 ) -> None:
-    """Measure time per token, prefill, memory and quality beside transformers' own caches.
+    """Measure speed and memory beside what you would use instead.
 
-    `python -m ckv_compile.benchmark` is the same, and can print the least time of a decode step on some GPUs too.
+    Contestants are the dynamic and the compiled static cache of transformers, kvpress, llama.cpp, and ours with
+    everything kept and with each budget; `make peers` in a checkout installs kvpress and llama.cpp. Each is a process
+    of its own, and all are asked in turn. llama.cpp runs with its file as shipped and with weights and cache of
+    --dtype.
+
+    "floor" is what reading the weights and the cache once takes at the bandwidth measured in the run. "compression" is
+    what the prefill takes longer than that of ours with everything kept. "peak" is the most memory that the process
+    held after it was ready, on a GPU the most that torch allocated there. Compile times are those of the first context
+    and batch, with nothing compiled before and once more.
+
+    A context may be longer than the model's own: its replies then mean nothing, and its speed is the same.
+
+    Example: `ckv bench smollm2 --context 2048 --context 8192 --budget 25% --plots pictures`
     """
-    from ckv_compile.benchmark import report, run
+    if plots is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plots needs matplotlib: pip install 'ckv_compile[plot]', or leave it out")
+    _quiet()
 
-    result = run(model, context, budget, tokens, rounds, threads, [dtype] if dtype else ["float32", "bfloat16"], only)
+    from ckv_compile.benchmark.contest import contest
+    from ckv_compile.loading import check_device
+
+    check_device(device)
+    with render.bar("starts and runs") as show:
+        document = contest(
+            model,
+            context or [2048, 8192],
+            batch or [1],
+            budget or SHARES,
+            kinds=contestant or CONTESTANTS,
+            tokens=tokens,
+            rounds=rounds,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            compile=compile,
+            progress=show,
+            **options,
+        )
+    if save is not None:
+        save.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if plots is not None:
+        for file in render.contest_plots(document, plots):
+            _note(f"wrote {file}")
     if as_json:
-        render.print_json(result)
+        render.print_json(document)
     else:
-        print(report(result))
+        render.contest(document)
 
 
 @app.command("eval")
-@_takes_config("budget")
+@_takes_config("budget", "interval", "prefill_chunk", "max_batch_size")
 def eval_(
     model: Source,
     task: Annotated[
@@ -588,16 +709,37 @@ def eval_(
             parser=_task,
             metavar="TASK",
             help=f"What to find again in a context: {', '.join(TASKS)}. Repeatable.",
-            show_default="none: a text is predicted",
+            show_default="none: texts are predicted",
         ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Of tasks: prompts of RULER or LongBench, as JSON lines. Repeatable."),
     ] = None,
     method: Annotated[
         list[Any] | None,
         typer.Option(
             parser=_method,
-            metavar="METHOD",
-            help=f"How the cache is compressed: {', '.join(METHODS)}. Repeatable.",
-            show_default="ours",
+            metavar="METHOD[:FIELD=VALUE,...]",
+            help=f"How the cache is compressed: {', '.join(METHODS)}. With options of its own, as in "
+            "ours:r_init=0.1,chunk_size=64, it is another row. Repeatable.",
+            show_default="ours; of texts ours:interval=64",
+        ),
+    ] = None,
+    ablation: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_ablation,
+            metavar="NAME",
+            help=f"Add the methods that test one choice of ours: {', '.join(ABLATIONS)}. Repeatable.",
+        ),
+    ] = None,
+    press: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_press,
+            metavar="PRESS",
+            help=f"Add a press of kvpress (make peers installs it): {', '.join(PRESSES)}. Repeatable.",
         ),
     ] = None,
     budget: Budgets = None,
@@ -617,6 +759,10 @@ def eval_(
     samples: Annotated[
         int | None, typer.Option(min=1, help="Of tasks: prompts of each task and length.", show_default="20")
     ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of tasks: that of the first sample; the others follow.", show_default="0"),
+    ] = None,
     protocol: Annotated[
         Literal["inside", "after", "both"] | None,
         typer.Option(
@@ -624,13 +770,33 @@ def eval_(
             show_default="both",
         ),
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="A text to predict.", show_default="the Python reference")] = None,
+    text: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_named_text,
+            metavar="NAME",
+            help=f"A text to predict: {', '.join(TEXTS)}. Repeatable.",
+            show_default="both for reporting",
+        ),
+    ] = None,
+    file: Annotated[list[Path] | None, typer.Option(help="A text of your own to predict. Repeatable.")] = None,
     context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of the text that are used.", show_default="4096")
+        int | None, typer.Option(min=2, help="Of texts: tokens of a window.", show_default="2048")
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help="How many of them, the last ones, are predicted.", show_default="256"),
+    ] = None,
+    windows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of texts: windows at equal distances in each text.", show_default="4"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file for the outcomes as JSON lines, written while they come; with the same settings, what it has "
+            "is not run again."
+        ),
     ] = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -639,110 +805,78 @@ def eval_(
 ) -> None:
     """Measure what budgets cost in quality, and what other methods would.
 
-    Without a task: a text's next tokens, predicted after its compressed beginning. Perplexity is that of the real
-    tokens, KL that to the full cache in nats a token, and "same first" how often both rank the same token first. A
-    share is one of --context. One text says little: differences between texts are large.
+    Without a task: the last tokens of windows of texts, predicted after their compressed beginnings. Perplexity is that
+    of the real tokens, KL that to the full cache in nats a token with its 95 % interval, and "same first" how often
+    both rank the same token first. A share is one of --context. Only ours with an interval compacts again while it
+    predicts.
 
-    With tasks: prompts of an exact length, whose answers stand in the context. Cells are mean scores with their 95 %
-    intervals. A task says nothing where the full cache is below 70 %. A share is one of --length.
+    With tasks: prompts of an exact length, whose answers stand in the context; with --data those of a file, as long as
+    they are. Cells are mean scores with their 95 % intervals. A task says nothing where the full cache is below 70 %,
+    and is then left out of the mean over tasks. A share is one of the prompt. Nothing is compacted again after it.
 
     A budget is what is kept. All methods get the same prompts, and keep the first --n-sink and the last --n-recent
-    tokens. With a task or a method nothing is compacted again after the prompt, so that only its compression counts.
+    tokens.
+
+    Choose options on seeds 1000 to 1999 and the texts for tuning; docs/results.md reports seeds from 10000 on and the
+    texts for reporting.
 
     Example: `ckv eval smollm2 --task needle --task uuid --method ours --method snapkv --budget 50% --samples 10`
     """
-    of_tasks = {"--length": length, "--depth": depth, "--samples": samples, "--protocol": protocol}
-    of_text = {"--file": file, "--context": context, "--tokens": tokens}
-    for name, value in (of_text if task else of_tasks).items():
+    of_tasks = {"--length": length, "--depth": depth, "--samples": samples, "--seed": seed, "--protocol": protocol}
+    of_texts = {"--text": text, "--file": file, "--context": context, "--tokens": tokens, "--windows": windows}
+    asks = bool(task or data)
+    for name, value in (of_texts if asks else of_tasks).items():
         if value is not None:
-            raise typer.BadParameter(f"{name} is for {'a text: leave --task out' if task else 'tasks: add a --task'}")
-    text = None if file is None else _text(file.read_bytes(), str(file))
+            raise typer.BadParameter(f"{name} is for {'texts: leave --task out' if asks else 'tasks: add a --task'}")
+    texts = {str(path): _text(path.read_bytes(), str(path)) for path in file or []}
     budgets: Sequence[Budget] = budget or SHARES
-    contexts = (length or [1024]) if task else [context or 4096]
-    compared = bool(task or method)  # nothing is then compacted later on
-    _check_budgets([max(contexts), *budgets], min(contexts), {"interval": 1} | options if compared else options)
+    contexts = (length or [1024]) if asks else [context or 2048]
+    _check_budgets([max(contexts), *budgets], min(contexts), {"interval": 1} | options)
     _quiet()
 
+    from ckv_compile.evaluation import files, harness, session, tasks
+    from ckv_compile.evaluation.ablations import ABLATIONS as GROUPS
+    from ckv_compile.evaluation.candidates import candidate
+    from ckv_compile.evaluation.presses import Presses
+    from ckv_compile.evaluation.texts import TEXTS as NAMED
     from ckv_compile.loading import check_device, load_model
 
+    labels = [*(method or []), *(label for name in ablation or [] for label in GROUPS[name])]
+    labels = labels or ["ours" if asks else "ours:interval=64"]
+    chosen = harness.choose([candidate(label) for label in labels], budgets)
+    harness.compressions(chosen, min(contexts), options)  # a mistake here should not wait for the weights
     if device is not None:
         check_device(device)
     with render.busy("loading"):
         original, tokenizer = load_model(model, _torch_dtype(dtype or "auto"))
         original = original.to(device or "cpu")
-    if task:
-        protocols = ("inside", "after") if protocol in (None, "both") else (protocol,)
-        document = _eval_tasks(
-            original,
-            tokenizer,
-            *(task, method or ["ours"], budgets),
-            lengths=contexts,
-            depths=depth or [0.0, 0.25, 0.5, 0.75, 1.0],
-            samples=samples or 20,
-            protocols=protocols,
-            **options,
-        )
-    else:
-        document = _eval_text(original, tokenizer, text, method, budgets, contexts[0], tokens or 256, options)
+    presses = Presses(model, original, tokenizer, press, budgets) if press else None
+    run = session.Session(model, original, tokenizer, chosen, options, out, presses)
+    with render.bar("prompts" if asks else "windows") as show:
+        if asks:
+            prompts = tasks.prompts(
+                task or [],
+                tokenizer,
+                lengths=contexts,
+                depths=depth or [0.0, 0.25, 0.5, 0.75, 1.0],
+                samples=samples or 20,
+                seed=seed or 0,
+            )
+            for path in data or []:
+                prompts += files.prompts_of(path, tokenizer, samples or 20)
+            document = run.ask(
+                prompts, ("inside", "after") if protocol is None or protocol == "both" else (protocol,), show
+            )
+        else:
+            if text or not texts:
+                texts = {name: NAMED[name]() for name in text or TEXTS[1::2]} | texts
+            document = run.read(texts, contexts[0], tokens or 256, windows or 4, show)
     if as_json:
-        render.print_json({"model": model, **document})
-    elif task:
+        render.print_json(document)
+    elif asks:
         render.scores(document["rows"])
     else:
         render.qualities(document["rows"])
-
-
-def _eval_text(
-    original: Any,
-    tokenizer: Any,
-    text: str | None,
-    methods: Sequence[str] | None,
-    budgets: Sequence[Budget],
-    context: int,
-    tokens: int,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    """Predict the end of a text by the product as it is, or by methods that are compared without compactions."""
-    from ckv_compile.evaluation import evaluate, text_of
-    from ckv_compile.evaluation.harness import Compression, predict
-    from ckv_compile.plan import slots_of
-
-    ids = text_of(tokenizer, context, text).to(original.device)
-    names: dict[str, int] = {render.label(each): slots_of(each, context) for each in budgets}
-    cells = [(method, name) for method in methods or ["ours"] if method != "full" for name in names]
-    if methods:
-        compressions = [Compression("full", context), *(Compression(method, names[name]) for method, name in cells)]
-        found = predict(original, ids, compressions, tokens, **options)
-    else:
-        found = evaluate(original, ids, [context, *names.values()], tokens, **options)
-    rows: list[dict[str, Any]] = []
-    with render.bar("budgets") as show:
-        show(0, len(cells) + 1)
-        for (method, name), quality in zip([("full", "100%"), *cells], found, strict=True):
-            slots = names.get(name, context) if method != "full" else context
-            rows.append({"method": method, "kept": name, "slots": slots, **quality._asdict()})
-            show(len(rows), len(cells) + 1)
-    return {"context": context, "tokens": tokens, "rows": rows}
-
-
-def _eval_tasks(
-    original: Any, tokenizer: Any, tasks: Sequence[str], methods: Sequence[str], budgets: Sequence[Budget], **how: Any
-) -> dict[str, Any]:
-    """Run methods on tasks."""
-    from ckv_compile.evaluation.harness import run, summarise
-
-    outcomes = []
-    with render.bar("prompts") as show:
-        done, total = 0, len(tasks) * len(how["lengths"]) * how["samples"]
-        show(done, total)
-        for found in run(original, tokenizer, tasks, methods, budgets, **how):
-            outcomes += found
-            done += 1
-            show(done, total)
-    return {
-        "rows": [row._asdict() for row in summarise(outcomes)],
-        "outcomes": [outcome._asdict() for outcome in outcomes],
-    }
 
 
 class _Watch:

@@ -16,8 +16,9 @@ from ckv_compile.schedule import Schedule
 class CKVConfig:
     """How a clustered KV cache is sized and compacted.
 
-    The defaults are gentle rounds (`r_init=0.25`): a prompt is compressed by many rounds that each merge a few of the
-    most similar slots. A compaction in decode is one round that merges `interval` slots, whatever r_* say.
+    The defaults keep most slots exact (`exact=0.9`) and merge all other tokens by gentle rounds (`r_init=0.25`): a
+    prompt is compressed by many rounds that each merge a few of the most similar slots. A compaction in decode is one
+    round that merges `interval` slots, whatever r_* say.
 
     Args:
         budget: cache slots per KV head after compaction. An int counts slots; a float strictly between 0
@@ -49,7 +50,7 @@ class CKVConfig:
     interval: int = 64
     n_sink: int = 4
     n_recent: int = 32
-    exact: float = 0.0
+    exact: float = 0.9
     chunk_size: int = 128
     r_init: float = 0.25
     r_decay: float = 0.01

@@ -54,3 +54,7 @@ class ConcurrentUseError(CKVError, RuntimeError):
 
 class ArtifactError(CKVError, ValueError):
     """A saved model that is damaged, not made for this place, or cannot be written."""
+
+
+class PeerError(CKVError, RuntimeError):
+    """A process that was asked could not answer."""

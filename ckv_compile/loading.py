@@ -78,10 +78,9 @@ def load_model(source: str = SMOLLM2, dtype: Dtype = torch.float32) -> tuple[Pre
 
 def load_weights(source: str, dtype: Dtype) -> PreTrainedModel:
     """Load the model of `load_model` alone."""
-    if artifact.is_artifact(source):
-        raise CKVError(f"{source} is an artifact; this needs the model that it was exported from")
+    check_original(source)
     with _named(source):
-        return AutoModelForCausalLM.from_pretrained(_path_of(source), dtype=dtype).eval()
+        return AutoModelForCausalLM.from_pretrained(path_of(source), dtype=dtype).eval()
 
 
 def load_tokenizer(source: str) -> Any:
@@ -91,7 +90,7 @@ def load_tokenizer(source: str) -> Any:
         CKVError: if it has none.
     """
     with _named(source, "the tokenizer of "):
-        return AutoTokenizer.from_pretrained(_path_of(source))
+        return AutoTokenizer.from_pretrained(path_of(source))
 
 
 def load_config(source: str) -> PreTrainedConfig:
@@ -104,7 +103,17 @@ def load_config(source: str) -> PreTrainedConfig:
         file = _smollm2_file() if source == SMOLLM2 else Path(source)
         if file.suffix == ".gguf" and file.is_file():  # converting it would read the weights
             return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
-        return AutoConfig.from_pretrained(_path_of(source))
+        return AutoConfig.from_pretrained(path_of(source))
+
+
+def check_original(source: str) -> None:
+    """Refuse an artifact.
+
+    Raises:
+        CKVError: if it is one.
+    """
+    if artifact.is_artifact(source):
+        raise CKVError(f"{source} is an artifact; this needs the model that it was exported from")
 
 
 def check_device(device: str) -> None:
@@ -126,11 +135,24 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckv_compile"
 
 
-def _path_of(source: str) -> Path | str:
-    """Where transformers finds a model."""
+def path_of(source: str) -> Path | str:
+    """Where transformers, of an older version too, finds a model: a folder, or the hub id itself.
+
+    Raises:
+        CKVError: if a GGUF file or the SmolLM2 package is missing.
+    """
     if source == SMOLLM2:
         return _converted(_smollm2_file())
     return _converted(Path(source)) if source.endswith(".gguf") else source
+
+
+def gguf_of(source: str) -> Path | None:
+    """The GGUF file of what `load_model` takes; None if it is stored otherwise.
+
+    Raises:
+        CKVError: if the SmolLM2 package is missing.
+    """
+    return _smollm2_file() if source == SMOLLM2 else Path(source) if source.endswith(".gguf") else None
 
 
 @contextlib.contextmanager

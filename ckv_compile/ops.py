@@ -429,14 +429,14 @@ def _append(
         values[:, used:total] = v
         degree[:, used:total] = 1.0
         return
-    slots = (
+    merged = compress(
         torch.cat([keys[:, :used], k], dim=1) if used else k,
         torch.cat([values[:, :used], v], dim=1) if used else v,
         torch.cat([degree[:, :used], degree.new_ones(k.shape[:2])], dim=1),
+        queries,
+        schedule,
     )
-    if schedule.n_exact:
-        slots = clustering.set_apart(*slots, queries, schedule)
-    _store(_compress(*slots, schedule.rounds(total), schedule), keys, values, degree)
+    _store(merged, keys, values, degree)
 
 
 def _append_to_ring(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: int) -> None:
@@ -448,14 +448,28 @@ def _append_to_ring(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: in
     values.index_copy_(1, slots, v[:, -last:])
 
 
-def _compress(
-    keys: Tensor, values: Tensor, degree: Tensor, rounds: tuple[int, ...], schedule: Schedule
+def compress(
+    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Bring rows to the budget after a prompt or turn: exact slots to the front, then rounds on the rest.
+
+    Args:
+        keys, values: [R, n, D].
+        degree: [R, n] float32, all positive.
+        queries: [R, 2, D]: see `clustering.observe_`.
+        schedule: the plan.
+
+    Returns:
+        keys, values [R, budget, D] and degree [R, budget]; the rows as they are if they are within the budget.
+    """
+    slots, rounds = (keys, values, degree), schedule.rounds(keys.shape[1])
+    if rounds and schedule.n_exact:
+        slots = clustering.set_apart(*slots, queries, schedule)
     if _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 
-        return compaction.compress(keys, values, degree, rounds, schedule)
-    return clustering.compress(keys, values, degree, rounds, schedule)
+        return compaction.compress(*slots, rounds, schedule)
+    return clustering.compress(*slots, rounds, schedule)
 
 
 def _store(merged: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, degree: Tensor) -> None:

@@ -88,20 +88,22 @@ def plan(document: dict[str, Any], chunk: int) -> None:
     )
 
 
-def qualities(rows: Iterable[dict[str, Any]]) -> None:
-    """Print what methods and budgets cost in predicting a text."""
-    cells = [
-        [
-            row["method"],
-            row["kept"],
-            f"{row['slots']:,}",
-            f"{row['perplexity']:.2f}",
-            f"{max(0.0, row['kl']):.4f}",
-            f"{row['agreement']:.1%}",
+def qualities(rows: Sequence[dict[str, Any]]) -> None:
+    """Print what methods and budgets cost in predicting each text, and all of them."""
+    for text in dict.fromkeys(row["text"] for row in rows):
+        own = [row for row in rows if row["text"] == text]
+        cells = [
+            [
+                row["method"],
+                label(row["budget"]),
+                f"{row['perplexity']:.2f}",
+                f"{max(0.0, row['kl']):.4f}" + (f" ± {row['high'] - row['kl']:.4f}" if row["high"] is not None else ""),
+                f"{row['agreement']:.1%}",
+            ]
+            for row in own
         ]
-        for row in rows
-    ]
-    _stdout().print(_table(["method", "kept", "slots", "perplexity", "KL", "same first"], cells))
+        title = f"{'all texts' if text == 'mean' else text}, {own[0]['windows']} windows"
+        _stdout().print(title, _table(["method", "kept", "perplexity", "KL", "same first"], cells), sep="\n")
 
 
 def scores(rows: Sequence[dict[str, Any]]) -> None:
@@ -114,13 +116,115 @@ def scores(rows: Sequence[dict[str, Any]]) -> None:
             (row["method"], row["budget"]): f"{row['score']:.0%} ({row['low']:.0%} - {row['high']:.0%})" for row in own
         }
         task, length, protocol = prompt
+        tokens = f"{length:,} tokens" if length else "prompts of files"
         title = (
-            f"{task}, {length:,} tokens, question {protocol}, {own[0]['samples']} samples: full cache "
+            f"{'mean over tasks' if task == 'mean' else task}, {tokens}, question {protocol}, "
+            f"{own[0]['samples']} samples: full cache "
             f"{cells['full', None]}{'' if own[0]['says_something'] else ', so it says nothing: below 70%'}"
         )
         methods = list(dict.fromkeys(method for method, _ in cells if method != "full"))
         table = [[method, *(cells[method, budget] for budget in budgets)] for method in methods]
         _stdout().print(title, _table(["method", *map(label, budgets)], table), sep="\n")
+
+
+def contest(document: dict[str, Any]) -> None:
+    """Print a table for every context and batch."""
+    out, machine = _stdout(), document["machine"]
+    out.print(
+        f"{document['model']} in {document['dtype']} on {machine['name']}, {machine['threads']} threads, torch "
+        f"{machine['torch']}, transformers {machine['transformers']}, {machine['date']}: {document['tokens']} tokens x "
+        f"{document['rounds']} rounds, medians (prefill: range over the rounds; token: quartiles)"
+    )
+    for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in document["rows"]):
+        rows = [row for row in document["rows"] if (row["context"], row["batch"]) == (context, batch)]
+        beyond = document["own_context"] is not None and context > document["own_context"]
+        title = f"context {context:,}{' (beyond the model, for speed alone)' if beyond else ''}, batch {batch}"
+        out.print(title, _table(_CONTEST_HEADS, map(_contest_cells, rows)), sep="\n")
+    for row in document["rows"]:
+        if row["failed"]:
+            out.print(f"{contestant(row)}, context {row['context']:,}, batch {row['batch']}: {row['failed']}")
+
+
+_CONTEST_HEADS = (
+    *("contestant", "prefill s", "compression s", "ms/token", "tokens/s", "floor ms", "x floor"),
+    *("peak", "cache", "compile s, cold", "warm"),
+)
+
+
+def _contest_cells(row: dict[str, Any]) -> list[str]:
+    if row["failed"]:
+        return [contestant(row), "-" if len(row["failed"]) > 30 else row["failed"], *"-" * (len(_CONTEST_HEADS) - 2)]
+    step, floor = row["step_s"], row["floor_s"]
+    return [
+        contestant(row),
+        _spread(row["prefill_s"], 1.0, 2),
+        _seconds(row["compression_s"], 2),
+        _spread(step, 1e3, 1),
+        f"{row['tokens_per_s']:.1f}",
+        f"{1e3 * floor:.1f}",
+        f"{step['median'] / floor:.2f}",
+        "-" if row["peak_bytes"] is None else size(row["peak_bytes"]),
+        size(row["cache_bytes"]),
+        _seconds(row["compile_cold_s"], 1),
+        _seconds(row["compile_warm_s"], 1),
+    ]
+
+
+def contestant(row: dict[str, Any]) -> str:
+    """The name of a contestant with what it keeps."""
+    return f"{row['name']}, {label(row['kept'])}" if row["kind"] == "ours" or row["kept"] is not None else row["name"]
+
+
+def _spread(found: dict[str, float], unit: float, digits: int) -> str:
+    median, low, high = (f"{unit * found[name]:.{digits}f}" for name in ("median", "low", "high"))
+    return f"{median} ({low} - {high})"
+
+
+def _seconds(found: float | None, digits: int) -> str:
+    return "-" if found is None else f"{found:.{digits}f}"
+
+
+def contest_plots(document: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw time per token and memory against context, a picture of each for every batch; return their files.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for batch in dict.fromkeys(row["batch"] for row in document["rows"]):
+        rows = [row for row in document["rows"] if row["batch"] == batch and not row["failed"]]
+        for name, kinds in _PLOTS.items():
+            figure = Figure(figsize=(3 + 6 * len(kinds), 5), layout="constrained")
+            for axes, (what, value) in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+                axes.set_prop_cycle(color=colormaps["tab20"](range(20)))  # there may be more lines than usual colours
+                for each in dict.fromkeys(map(contestant, rows)):
+                    points = [(row["context"], value(row)) for row in rows if contestant(row) == each]
+                    points = [point for point in points if point[1] is not None]
+                    axes.plot(*zip(*sorted(points), strict=True), marker="o", label=each)
+                contexts = sorted({row["context"] for row in rows})
+                axes.set_xscale("log", base=2)
+                axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+                axes.set_ylim(bottom=0)
+                axes.set(xlabel="context, tokens", ylabel=what)
+                axes.grid(alpha=0.3)
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize="small")
+            figure.suptitle(f"{document['model']} in {document['dtype']}, batch {batch}, {document['machine']['name']}")
+            written.append(folder / f"{name}-batch{batch}.png")
+            figure.savefig(written[-1], dpi=150)
+    return written
+
+
+_PLOTS: dict[str, list[tuple[str, Callable[[dict[str, Any]], float | None]]]] = {
+    "time": [("milliseconds per token (median)", lambda row: 1e3 * float(row["step_s"]["median"]))],
+    "memory": [
+        ("peak memory, MB", lambda row: None if row["peak_bytes"] is None else row["peak_bytes"] / 1e6),
+        ("cache, MB", lambda row: float(row["cache_bytes"]) / 1e6),
+    ],
+}
 
 
 def plot(document: dict[str, Any], path: Path) -> None:

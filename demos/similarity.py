@@ -11,9 +11,10 @@ them in modules of their own (`k_norm` or `k_proj`).
 
 import argparse
 import inspect
+import json
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -111,6 +112,16 @@ def report(name: str, cosines: Tensor) -> str:
     )
 
 
+def numbers(cosines: Tensor) -> dict[str, Any]:
+    """What `report` says, for a file: means by distance, of all and of each layer, and the shares."""
+    by_layer = cosines.mean(dim=1)[:, list(DISTANCES)]
+    return {
+        "mean": by_layer.mean(dim=0).tolist(),
+        "layers": by_layer.tolist(),
+        "shares": shares(cosines)._asdict(),
+    }
+
+
 def draw_heat_maps(named: dict[str, list[Tensor]], path: Path) -> None:
     """Cosines between the first tokens, head 0 of the first, a middle and the last layer, one row for each name."""
     layers = len(next(iter(named.values())))
@@ -152,6 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=SMOLLM2, help="hub id, folder or GGUF file (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of text (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures (default: %(default)s)")
     args = parser.parse_args(arguments)
     if args.tokens <= 2 * DISTANCES[-1]:
@@ -166,6 +178,10 @@ def main(arguments: list[str] | None = None) -> None:
     print(*(report(name, each) for name, each in cosines.items()), sep="\n\n")
     if not before:
         print("\nthis model has no k_norm or k_proj of its own in every layer: keys before RoPE are not shown")
+    if args.json:
+        found = {"model": args.model, "tokens": args.tokens, "distances": DISTANCES}
+        found["keys"] = {name: numbers(each) for name, each in cosines.items()}
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
     args.out.mkdir(parents=True, exist_ok=True)
     heat_map, decay = (args.out / f"similarity-{name}.png" for name in ("heat-map", "distance"))
     draw_heat_maps(keys, heat_map)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from ckv_compile import benchmark
+from ckv_compile.benchmark import tables, timing
+from ckv_compile.benchmark.__main__ import main
 
 
 @pytest.fixture
@@ -16,16 +17,16 @@ def tiny(monkeypatch, prompt):
     def load(source, dtype=torch.float32):
         return tiny_model().to(dtype), lambda text, return_tensors: SimpleNamespace(input_ids=prompt(400))
 
-    monkeypatch.setattr(benchmark, "load_model", load)
-    monkeypatch.setattr(benchmark, "FLAT_CONTEXTS", (50,))
-    monkeypatch.setattr(benchmark, "QUALITY_TOKENS", 20)
-    monkeypatch.setattr(benchmark, "QUALITY_BUDGETS", (0.5,))
-    monkeypatch.setattr(benchmark, "BANDWIDTH_BYTES", 2**20)
+    monkeypatch.setattr(tables, "load_model", load)
+    monkeypatch.setattr(tables, "FLAT_CONTEXTS", (50,))
+    monkeypatch.setattr(tables, "QUALITY_TOKENS", 20)
+    monkeypatch.setattr(tables, "QUALITY_BUDGETS", (0.5,))
+    monkeypatch.setattr(timing, "BANDWIDTH_BYTES", 2**20)
 
 
 def test_all_tables_are_printed_and_written(tiny, tmp_path, capsys):
     file = tmp_path / "result.json"
-    benchmark.main(
+    main(
         [
             "--context",
             "300",
@@ -58,4 +59,4 @@ def test_all_tables_are_printed_and_written(tiny, tmp_path, capsys):
 
 def test_a_text_that_is_too_short_is_named(tiny):
     with pytest.raises(SystemExit, match="the text has only 400 tokens"):
-        benchmark.main(["--context", "500", "--only", "quality"])
+        main(["--context", "500", "--only", "quality"])

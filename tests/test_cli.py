@@ -11,14 +11,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 from conftest import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import ckv_compile
-from ckv_compile import benchmark, cli
+from ckv_compile import cli
 from ckv_compile.chat import Conversation, generate_on
 from ckv_compile.errors import InputError
 
@@ -413,23 +412,12 @@ def test_plan_is_json_a_table_and_a_picture(tiny, tmp_path):
 def test_eval_compares_budgets_with_the_full_cache(tiny, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(words(150))
-    arguments = ("eval", tiny, "--file", file, "--context", 150, "--tokens", 10, "--budget", 50, "--interval", 8)
-    result = ckv(*arguments, "--json")
+    arguments = ("eval", tiny, "--file", file, "--context", 150, "--windows", 1, "--tokens", 10, "--budget", 50)
+    result = ckv(*arguments, "--method", "ours:interval=8", "--json")
     assert result.exit_code == 0, result.stderr
     full, kept = json.loads(result.stdout)["rows"]
-    assert (full["slots"], full["agreement"], kept["slots"]) == (150, 1.0, 50)
+    assert (full["budget"], full["agreement"], kept["budget"]) == (None, 1.0, 50)
     assert abs(full["kl"]) < 1e-6 < kept["kl"]
-
-
-def test_bench_passes_its_options_on(tiny, monkeypatch):
-    monkeypatch.setattr(benchmark, "QUALITY_TOKENS", 10)
-    monkeypatch.setattr(benchmark, "QUALITY_BUDGETS", ())
-    threads = torch.get_num_threads()
-    result = ckv("bench", tiny, "--only", "quality", "--context", 150, "--threads", threads, "--json")
-    assert result.exit_code == 0, result.stderr
-    document = json.loads(result.stdout)
-    assert [row["kept"] for row in document["quality"]] == [1.0]
-    assert (document["machine"]["model"], document["runs"]) == (tiny, [])
 
 
 def test_export_writes_an_artifact_that_generates_the_same(compiled, artifact):
@@ -485,8 +473,9 @@ def test_the_options_of_an_artifact_may_be_said_again(artifact):
     assert ckv("generate", artifact[0], "w5", "--dtype", "float32", "--max-new-tokens", 2, *EAGER).exit_code == 0
 
 
-def test_eval_needs_the_original_of_an_artifact(artifact):
-    result = ckv("eval", artifact[0])
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_commands_that_compare_need_the_original_of_an_artifact(artifact, command):
+    result = ckv(command, artifact[0])
     assert result.exit_code == 1
     assert "is an artifact; this needs the model that it was exported from" in result.stderr
 
@@ -528,7 +517,7 @@ def test_eval_needs_the_original_of_an_artifact(artifact):
             "interval=100 is larger",
         ),
         (["eval", "TRUNCATED", "--budget", "inf"], 1, "budget=inf must be a finite number"),
-        (["eval", "TRUNCATED", "--budget", "128", "--budget", "0.5%"], 1, "budget=20 slots cannot hold"),
+        (["eval", "TRUNCATED", "--budget", "128", "--budget", "0.5%"], 1, "budget=10 slots cannot hold"),
         (["eval", "TRUNCATED", "--context", "20"], 1, "budget=20 slots cannot hold"),
         (["export", "TRUNCATED", "out", "--budget", "64", "--max-shard-size", "5XB"], 2, "'5XB' is no size"),
         (["plan", "TINY"], 2, "--memory"),
@@ -536,8 +525,10 @@ def test_eval_needs_the_original_of_an_artifact(artifact):
         (["plan", "TINY", "--memory", "much"], 2, "'much' is no size: pass for example 24GB"),
         (["plan", "TINY", "--memory", "1GB", "--budget", "20"], 1, "budget=20 slots cannot hold"),
         (["plan", "TINY", "--memory", "1GB", "--plot", "plan.txt2"], 1, "--plot plan.txt2"),
-        (["eval", "TINY", "--context", "99999999"], 1, "the text has only"),
-        (["bench", "TINY", "--only", "quality", "--context", "99999999"], 1, "the text has only"),
+        (["bench", "TRUNCATED", "--contestant", "vllm"], 2, "'vllm': choose one of dynamic, static"),
+        (["bench", "TRUNCATED", "--budget", "20"], 1, "budget=20 slots cannot hold"),
+        (["bench", "TRUNCATED", "--device", "tpu"], 1, "device='tpu' cannot be used here"),
+        (["eval", "TINY", "--context", "99999999"], 1, "4 windows of 99,999,999 tokens in a text of"),
         (["generate"], 2, "MODEL"),
         (["tell"], 2, "No such command"),
     ],

@@ -1,6 +1,5 @@
 """The evaluation: prompts of exact lengths, what methods keep, and what a run of all of it says."""
 
-import itertools
 import json
 import string
 
@@ -12,10 +11,25 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from ckv_compile import cli, render
-from ckv_compile.errors import ConfigError, InputError
-from ckv_compile.evaluation import evaluate, harness, methods, tasks
-from ckv_compile.evaluation.harness import FULL, OURS, Compression, Outcome, Reader, predict, run, summarise, wilson
-from ckv_compile.evaluation.methods import METHODS, Keep, Layer
+from ckv_compile.errors import ConfigError, InputError, UnsupportedModelError
+from ckv_compile.evaluation import evaluate, files, harness, methods, tasks, texts
+from ckv_compile.evaluation.ablations import ABLATIONS, VARIANTS, csm
+from ckv_compile.evaluation.candidates import KNOWN, candidate, compression
+from ckv_compile.evaluation.harness import Chosen, Reader, choose, predict, run
+from ckv_compile.evaluation.methods import FULL, METHODS, OURS, Layer
+from ckv_compile.evaluation.outcomes import (
+    MEAN,
+    Log,
+    Outcome,
+    TextOutcome,
+    difference,
+    student,
+    summarise,
+    summarise_texts,
+    wilson,
+)
+from ckv_compile.model import transform
+from ckv_compile.schedule import Schedule
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -23,7 +37,8 @@ TEMPLATE = (
 )
 SINK, RECENT = 2, 6
 PROTECTED = {"n_sink": SINK, "n_recent": RECENT}
-EVICTING = [name for name in METHODS if name not in (FULL, "kmeans")]
+EVICTING = [name for name in METHODS if name not in (FULL, OURS, "kmeans", "d2o")]
+KEEPS_ALL_DEGREES = (FULL, "kmeans", *(name for name in (OURS, *VARIANTS) if name != "csm-no-degree"))
 
 
 def tokenizer(template=TEMPLATE):
@@ -34,10 +49,20 @@ def tokenizer(template=TEMPLATE):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="\x0c", chat_template=template)
 
 
+def plan(budget):
+    return Schedule(budget, SINK, RECENT, chunk_size=16, r_init=0.25, r_decay=0.01, r_min=0.05)
+
+
+def kept(name, given, budget):
+    (slots,) = KNOWN[name](given, [plan(budget)])
+    return slots
+
+
 def layer(tokens=40, heads=4, kv_heads=2, dim=8, softcap=0.0, sinks=None):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, tokens, dim, generator=generator) for n in (heads, kv_heads, kv_heads))
-    return Layer(q, k, v, dim**-0.5, softcap, sinks)
+    angles = torch.arange(tokens)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
+    return Layer(q, k, v, dim**-0.5, softcap, sinks, (angles.cos(), angles.sin()))
 
 
 @pytest.mark.parametrize("kind", tasks.KINDS)
@@ -52,7 +77,7 @@ def test_a_prompt_has_its_length_and_its_answers(kind):
         assert all(answer in context and answer not in question for answer in sample.answers)
         assert sample.reply > sum(map(len, sample.answers))
         assert sample == tasks.make(kind, characters, length, depth, seed)
-        assert sample.answers != tasks.make(kind, characters, length, depth, seed + 1).answers
+        assert sample.context != tasks.make(kind, characters, length, depth, seed + 1).context
 
 
 @pytest.mark.parametrize("kind", ["needle", "needle-essay", "multi-key", "multi-value", "uuid", "recall", "documents"])
@@ -69,16 +94,16 @@ def test_a_chain_of_variables_stands_in_order():
     for depth in (0.0, 0.4, 1.0):
         sample = tasks.make("variables", tokenizer(), 900, depth, seed=0)
         context = tokenizer().decode(sample.context)
-        places = [context.index(f"VAR {name} =") for name in sample.answers]
+        places = [context.index(f"goes to {name}.") for name in sample.answers]
         assert places == sorted(places)
+        assert len(places) == 3
 
 
 def test_counted_words_are_the_most_frequent():
     for kind in ("common-words", "frequent-words"):
-        sample = tasks.make(kind, tokenizer(), 2000, 0.0, seed=0)
-        words = tokenizer().decode(sample.context).split("\n")[1].split()
-        ranked = sorted({*words}, key=words.count, reverse=True)
-        assert {*sample.answers} == {*ranked[: len(sample.answers)]}
+        sample = tasks.make(kind, tokenizer(), 4000, 0.0, seed=0)
+        words = tokenizer().decode(sample.context).split("\n")[1].split(" I saw the ")[1:-1]
+        assert sample.answers == (max({*words}, key=words.count).removesuffix("."),)
 
 
 def test_without_a_chat_template_the_text_stands_alone():
@@ -108,33 +133,34 @@ def test_scores_are_shares_of_the_answers():
     assert tasks.score(("12",), "") == 0.0
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KNOWN)
 def test_a_method_keeps_its_budget_and_what_is_protected(name):
     given = layer()
-    slots = METHODS[name](given, Keep(20, SINK, RECENT))
-    count = 40 if name == FULL else 20
-    assert slots.keys.shape == slots.values.shape == (2, count, 8)
-    assert slots.degree.sum(dim=1).tolist() == [40.0 if name in (FULL, "kmeans") else 20.0] * 2
-    for kept, exact in ((slots.keys, given.k), (slots.values, given.v)):
-        assert torch.equal(kept[:, :SINK], exact[:, :SINK])
-        assert torch.equal(kept[:, -RECENT:], exact[:, -RECENT:])
+    for budget, slots in zip((20, 30), KNOWN[name](given, [plan(20), plan(30)]), strict=True):
+        count = 40 if name == FULL else budget
+        assert slots.keys.shape == slots.values.shape == (2, count, 8)
+        assert slots.degree.sum(dim=1).tolist() == [40.0 if name in KEEPS_ALL_DEGREES else count] * 2
+        for found, exact in ((slots.keys, given.k), (slots.values, given.v)):
+            if name != "d2o":  # which merges into protected tokens too
+                assert torch.equal(found[:, :SINK], exact[:, :SINK])
+                assert torch.equal(found[:, -RECENT:], exact[:, -RECENT:])
 
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_evicting_methods_keep_tokens_in_order_with_their_values(name):
     given = layer()
-    slots = METHODS[name](given, Keep(20, SINK, RECENT))
+    slots = kept(name, given, 20)
     for head in range(2):
         where = [next(i for i in range(40) if torch.equal(given.k[head, i], key)) for key in slots.keys[head]]
         assert where == sorted({*where})
         assert torch.equal(slots.values[head], given.v[head, where])
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("budget", [40, 50])
 def test_a_budget_of_all_tokens_keeps_them(name, budget):
     given = layer()
-    slots = METHODS[name](given, Keep(budget, SINK, RECENT))
+    slots = kept(name, given, budget)
     assert torch.equal(slots.keys, given.k)
     assert torch.equal(slots.values, given.v)
     assert bool((slots.degree == 1).all())
@@ -158,16 +184,16 @@ def special(name, given):
 @pytest.mark.parametrize("name", [name for name in EVICTING if name != "streaming"])
 def test_a_method_keeps_what_it_is_made_to_keep(name):
     given = special(name, layer())
-    kept = METHODS[name](given, Keep(SINK + RECENT + 1, SINK, RECENT)).keys[:, SINK]
+    found = kept(name, given, SINK + RECENT + 1).keys[:, SINK]
     if name == "snapkv":  # whose neighbours share its score, the first of them first
-        torch.testing.assert_close(kept, given.k[:, 7])
+        torch.testing.assert_close(found, given.k[:, 7])
     else:
-        torch.testing.assert_close(kept, given.k[:, 10])
+        torch.testing.assert_close(found, given.k[:, 10])
 
 
 def test_streaming_keeps_the_latest():
     given = layer()
-    assert torch.equal(METHODS["streaming"](given, Keep(20, SINK, RECENT)).keys[:, SINK:], given.k[:, -20 + SINK :])
+    assert torch.equal(kept("streaming", given, 20).keys[:, SINK:], given.k[:, -20 + SINK :])
 
 
 def test_kmeans_finds_clusters_of_equal_keys():
@@ -175,7 +201,7 @@ def test_kmeans_finds_clusters_of_equal_keys():
     kinds = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)) * 10
     members = torch.arange(SINK, 40 - RECENT) % 32 // 8  # 8 of each kind
     given.k[:, SINK:-RECENT] = kinds[:, members]
-    slots = METHODS["kmeans"](given, Keep(SINK + 4 + RECENT, SINK, RECENT))
+    slots = kept("kmeans", given, SINK + 4 + RECENT)
     counts = members.bincount()
     for head in range(2):
         for i in range(4):
@@ -189,9 +215,72 @@ def test_kmeans_finds_clusters_of_equal_keys():
 def test_kmeans_leaves_a_cluster_without_tokens_empty():
     given = layer()
     given.k[:, SINK:-RECENT] = given.k[:, SINK : SINK + 1]
-    slots = METHODS["kmeans"](given, Keep(20, SINK, RECENT))
+    slots = kept("kmeans", given, 20)
     assert slots.degree.sum(dim=1).tolist() == [40.0, 40.0]
     assert bool((slots.degree == 0).any() & slots.keys.isfinite().all() & slots.values.isfinite().all())
+
+
+def test_d2o_merges_the_similar_part_of_what_it_evicts():
+    given = special("h2o", layer())  # which keeps token 10, and of the others the sinks and the recents
+    slots = kept("d2o", given, SINK + RECENT + 1)
+    stays = [*range(SINK), 10, *range(40 - RECENT, 40)]
+    gone = [token for token in range(40) if token not in stays]
+    for head in range(2):
+        unit = torch.nn.functional.normalize(given.k[head], dim=-1)
+        cosine, joined = (unit[gone] @ unit[stays].T).max(dim=1)
+        for slot, token in enumerate(stays):
+            members = [i for i in range(len(gone)) if joined[i] == slot and cosine[i] >= cosine.mean()]
+            weights = torch.cat([torch.ones(1), cosine[members]]).exp()
+            tokens = [token, *(gone[i] for i in members)]
+            expected = (weights[:, None] * given.v[head, tokens]).sum(dim=0) / weights.sum()
+            torch.testing.assert_close(slots.values[head, slot], expected)
+
+
+def test_variants_begin_with_the_method_of_the_product():
+    given = layer(tokens=90)
+    for mine, product in zip(csm(given, [plan(30), plan(60)]), kept_by_ours(given, 30, 60), strict=True):
+        for found, expected in zip(mine, product, strict=True):
+            torch.testing.assert_close(found, expected)
+    for name in VARIANTS:
+        slots, same = kept(name, given, 30), kept("csm", given, 30)
+        assert torch.equal(slots.keys, same.keys) == (name in ("csm", "csm-no-degree"))
+
+
+def kept_by_ours(given, *budgets):
+    return KNOWN[OURS](given, [plan(budget) for budget in budgets])
+
+
+def test_a_partition_decides_who_can_merge():
+    given = layer()
+    middle = slice(SINK, SINK + 32)
+    for partition, twins in (("csm", (0, 1)), ("csm-contiguous", (0, 16))):
+        given.k[:, middle] = torch.eye(32, 8) + torch.arange(32)[:, None] * torch.tensor([0.0] * 7 + [0.1])
+        given.k[:, SINK + twins[1]] = given.k[:, SINK + twins[0]]
+        (slots,) = KNOWN[partition](given, [wide(39)])
+        assert (slots.degree == 2).nonzero().tolist() == [[head, SINK + max(twins) - 1] for head in range(2)]
+
+
+def wide(budget):
+    return Schedule(budget, SINK, RECENT, chunk_size=32, r_init=0.25, r_decay=0.01, r_min=0.05)
+
+
+def test_chunks_merge_alike_if_they_choose_apart():
+    given = layer(tokens=SINK + 4 * 16 + RECENT)
+    given.k[:, SINK : SINK + 16] = given.k[:, SINK : SINK + 1]  # whose matches are the best of the row
+    one = Schedule(SINK + 4 * 16 + RECENT - 16, SINK, RECENT, chunk_size=16, r_init=0.5, r_decay=0.01, r_min=0.05)
+    for name, merged in (("csm", 8), ("csm-per-chunk", 4)):
+        (slots,) = KNOWN[name](given, [one])
+        assert slots.degree[0, SINK : SINK + 16 - merged].sum() == 16
+
+
+def test_keys_before_rope_are_those_that_were_rotated():
+    given = layer()
+    cos, sin = given.rope
+    half = torch.cat([-given.k[..., 2:4], given.k[..., 0:2]], dim=-1)
+    rotated = torch.cat([given.k[..., :4] * cos + half * sin, given.k[..., 4:]], dim=-1)
+    torch.testing.assert_close(given._replace(k=rotated).unrotated(), given.k)
+    with pytest.raises(UnsupportedModelError, match="rotary_emb"):
+        given._replace(rope=None).unrotated()
 
 
 def test_attention_is_that_of_the_model_by_blocks():
@@ -205,47 +294,100 @@ def test_attention_is_that_of_the_model_by_blocks():
     torch.testing.assert_close(whole, weights.view(2, 2, 7, 7).mean(dim=1))
 
 
+@pytest.fixture(scope="module")
+def reader():
+    """Reads a model with sliding windows, whose scores are capped."""
+    return Reader(tiny_model("gemma2", max_position_embeddings=1024), **PROTECTED)
+
+
+def chosen(*labels, budgets=(50,)):
+    return choose([candidate(label) for label in labels], budgets)
+
+
 @torch.no_grad()
 def test_a_budget_of_the_whole_prompt_is_the_model_itself(prompt):
     model, text = tiny_model("gpt-oss"), prompt(90)
-    compressions = [Compression(name, 80) for name in (OURS, *METHODS)]
-    expected = torch.nn.functional.cross_entropy(model(text).logits[0, -11:-1], text[0, -10:]).exp()
-    for quality in predict(model, text, compressions, 10, **PROTECTED):
-        assert abs(quality.kl) < 1e-5
-        assert quality.agreement == 1.0
-        assert quality.perplexity == pytest.approx(float(expected), rel=1e-3)
+    known = [name for name in KNOWN if name != "csm-before-rope"]
+    expected = torch.nn.functional.cross_entropy(model(text).logits[0, -11:-1], text[0, -10:])
+    found = predict(Reader(model, **PROTECTED), "text", 3, text, 10, chosen(*known, budgets=(80,)))
+    assert [each.method for each in found] == known
+    for each in found:
+        assert (each.text, each.window, len(each.kl_parts)) == ("text", 3, 8)
+        assert abs(each.kl) < 1e-5
+        assert each.agreement == 1.0
+        assert each.nll == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_ours_is_the_product(prompt):
-    model, text = tiny_model("gemma2"), prompt(150)
-    (found,) = predict(model, text, [Compression(OURS, 50)], 10, **PROTECTED)
-    (expected,) = evaluate(model, text, [50], 10, interval=14, **PROTECTED)
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+def test_ours_with_an_interval_is_the_product(reader, prompt):
+    model, text = reader.original, prompt(150)
+    full, found = predict(reader, "", 0, text, 10, chosen("ours:interval=4"))
+    (expected,) = evaluate(model, text, [50], 10, interval=4, **PROTECTED)
+    assert (found.kl, found.agreement) == pytest.approx((expected.kl, expected.agreement), rel=1e-4, abs=1e-6)
+    assert sum(found.kl_parts[:2]) * 2 + sum(found.kl_parts[2:]) == pytest.approx(10 * found.kl, rel=1e-4)
     assert found.kl > 1e-3
+    assert full.kl == 0.0
 
 
-def test_rows_of_a_reader_hold_what_their_methods_kept(prompt):
-    reader = Reader(tiny_model("gemma2"), 100, **PROTECTED, max_batch_size=4)
+@pytest.mark.parametrize(
+    ("family", "slots", "options"),
+    [("llama", 30, {"r_init": 1.0, "chunk_size": 16}), ("gemma2", 70, {})],
+    ids=["llama", "gemma2"],
+)
+def test_slots_of_ours_are_those_of_the_product_bit_for_bit(family, slots, options, prompt):
+    model, ids = tiny_model(family, num_hidden_layers=2), prompt(150)
+    label = "ours:" + ",".join(f"{name}={value}" for name, value in options.items())
+    wanted = [(150, compression(candidate(label), budget, PROTECTED)) for budget in (slots, 100)]
+    logits, (state,) = Reader(model, **PROTECTED).prefill(ids, wanted, room=5)
+    product = transform(model, budget=slots, interval=1, compile="eager", **PROTECTED, **options)
+    cache = product.new_cache()
+    assert torch.equal(product(ids, cache=cache).logits, logits)
+    mine = state.row(0)
+    for found, expected in zip(mine[:3], cache.state[:3], strict=True):
+        assert torch.equal(found[:, :, :, :slots], expected[:, :, :, :slots])
+        assert not found[:, :, :, slots:].any()
+    for found, expected in zip(mine[3:], cache.state[3:], strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_rows_of_a_reader_hold_what_their_methods_kept(reader, prompt, monkeypatch):
+    monkeypatch.setattr(harness, "_ROWS", 9)
     text = prompt(80)
-    compressions = [Compression(name, slots) for name in (OURS, *METHODS) for slots in (30, 50)]
-    logits, (short, long) = reader.prefill(text, [60, 80], compressions)
-    assert torch.equal(logits, reader.model(text).logits)
-    whole = reader.model.new_cache()
-    reader.model(text[:, :60], cache=whole)
-    for (name, slots), row in zip(compressions, short, strict=True):
-        assert (int(row.fill), int(row.position)) == (60 if name == FULL else slots, 60)
-        expected = 60.0 if name in (OURS, FULL, "kmeans") else slots
+    names = [name for name in KNOWN if name != "csm-before-rope"]
+    wanted = [
+        (length, compression(candidate(name), slots, PROTECTED))
+        for length in (60, 80)
+        for name in names
+        for slots in (30, 50)
+    ]
+    logits, batches = reader.prefill(text, wanted, room=11)
+    assert [len(state.fill) for state in batches] == [9] * 7 + [1]
+    rows = [state.row(b) for state in batches for b in range(len(state.fill))]
+    for (length, how), row in zip(wanted, rows, strict=True):
+        name, slots = how.candidate.method, length if how.candidate.method == FULL else how.config.budget
+        assert (int(row.fill), int(row.position)) == (slots, length)
+        expected = length if name in KEEPS_ALL_DEGREES else slots
         assert row.degree.sum(dim=-1).flatten().tolist() == pytest.approx([expected] * 3)
-        assert torch.equal(row.window_keys, whole.state.window_keys)
-        torch.testing.assert_close(row.keys[0, :, :, :SINK], whole.state.keys[0, :, :, :SINK])
-    batches = list(reader.batches(long))
-    assert [cache.batch_size for cache in batches] == [4] * 5
-    # A row reads the turn and generates as it does alone.
+    # A row reads the turn and generates as it does alone, whatever the others of its batch read.
     turn = prompt(5, seed=1)
-    replies = reader.reply(long, turn, None, 6)
-    assert [len(reply) for reply in replies] == [6] * len(compressions)
-    for i in (0, 7, 19):
-        assert reader.reply(long[i : i + 1], turn, None, 6) == replies[i : i + 1]
+    turns = [turn if length == 60 else None for length, _ in wanted]
+    replies = reader.reply(batches, turns, logits, 6, lambda tokens: False)
+    assert [len(reply) for reply in replies] == [6] * len(wanted)
+    for i in (0, 7, 31, 63):
+        logits, alone = reader.prefill(text, wanted[i : i + 1], room=11)
+        assert reader.reply(alone, turns[i : i + 1], logits, 6, lambda tokens: False) == replies[i : i + 1]
+
+
+def test_replies_end_when_all_of_a_batch_have(reader, prompt):
+    wanted = [(60, compression(candidate(name), 40, PROTECTED)) for name in (FULL, "tova")]
+    logits, batches = reader.prefill(prompt(60), wanted, room=20)
+    seen = []
+
+    def ends(tokens):
+        seen.append(len(tokens))
+        return len(tokens) >= 3
+
+    assert [len(reply) for reply in reader.reply(batches, [None, None], logits, 20, ends)] == [3, 3]
+    assert max(seen) == 3
 
 
 SCRIPT = {  # what each method replies to the first prompt and to the second
@@ -255,42 +397,32 @@ SCRIPT = {  # what each method replies to the first prompt and to the second
 }
 
 
-def test_a_run_scores_what_is_replied(monkeypatch):
-    seen = []
+def test_a_run_scores_what_is_replied(reader, monkeypatch):
+    characters = tokenizer()
+    prompts = tasks.prompts(["needle"], characters, lengths=[400], depths=[0.2, 0.9], samples=2, seed=7)
+    assert [(each.seed, each.depth) for each in prompts] == [(7, 0.2), (8, 0.9)]
+    outcomes = []
+    for turn, prompt in enumerate(prompts):
 
-    class Scripted:
-        def __init__(self, model, longest, **options):
-            seen.append((longest, options))
-
-    def replies(reader, tokenizer, sample, protocols, compressions):
-        turn = len(seen) - 1
-        seen.append([(each.method, each.slots) for each in compressions])
-        for protocol in protocols:
+        def replies(batches, turns, logits, tokens, ends, turn=turn, sample=prompt.sample):
+            assert tokens == sample.reply
+            assert [each.fill.tolist() for each in batches] == [[len(sample.context), 200, 200]]
             said = {"right": f"It is {sample.answers[0]}.", "wrong": "It is 12."}
-            yield protocol, [said[each[turn]] for each in SCRIPT.values()]
+            found = [characters(said[each[turn]]).input_ids for each in SCRIPT.values()]
+            assert list(map(ends, found)) == [each[turn] == "right" for each in SCRIPT.values()]
+            return found
 
-    monkeypatch.setattr(harness, "Reader", Scripted)
-    monkeypatch.setattr(harness, "_replies", replies)
-    outcomes = list(
-        run(
-            None,
-            tokenizer(),
-            ["needle"],
-            [OURS, "tova", FULL, OURS],
-            [0.5],
-            lengths=[400],
-            depths=[0.2, 0.9],
-            samples=2,
-            protocols=["after"],
-            n_sink=2,
-        )
-    )
-    assert seen == [(415 + 1, {"n_sink": 2}), *[[(FULL, 400), (OURS, 200), ("tova", 200)]] * 2]
-    assert [[(each.method, each.depth, each.seed, each.score) for each in found] for found in outcomes] == [
-        [(FULL, 0.2, 0, 1.0), (OURS, 0.2, 0, 1.0), ("tova", 0.2, 0, 0.0)],
-        [(FULL, 0.9, 1, 1.0), (OURS, 0.9, 1, 0.0), ("tova", 0.9, 1, 0.0)],
+        monkeypatch.setattr(reader, "reply", replies)
+        outcomes += run(reader, characters, prompt, chosen(OURS, "tova", FULL, OURS, budgets=[0.5]), ["after"])
+    assert [(each.method, each.budget, each.seed, each.score) for each in outcomes] == [
+        (FULL, None, 7, 1.0),
+        (OURS, 0.5, 7, 1.0),
+        ("tova", 0.5, 7, 0.0),
+        (FULL, None, 8, 1.0),
+        (OURS, 0.5, 8, 0.0),
+        ("tova", 0.5, 8, 0.0),
     ]
-    rows = summarise(itertools.chain(*outcomes))
+    rows = [row for row in summarise(outcomes) if row.task != MEAN]
     assert [(row.method, row.budget, row.samples, row.score) for row in rows] == [
         (FULL, None, 2, 1.0),
         (OURS, 0.5, 2, 0.5),
@@ -307,8 +439,38 @@ def test_a_task_that_the_full_cache_cannot_do_says_nothing():
             for seed, score in enumerate(scores)
         ]
 
-    rows = summarise(outcomes("uuid", [1.0, 1.0, 0.0]) + outcomes("recall", [1.0, 0.5, 1.0]))
-    assert [(row.task, row.says_something) for row in rows] == [("uuid", False)] * 2 + [("recall", True)] * 2
+    rows = summarise(
+        outcomes("uuid", [1.0, 1.0, 0.0]) + outcomes("recall", [1.0, 0.5, 1.0]) + outcomes("needle", [1.0, 1.0, 1.0])
+    )
+    assert [(row.task, row.says_something) for row in rows] == [
+        *[(MEAN, True)] * 2,
+        *[("uuid", False)] * 2,
+        *[("recall", True)] * 2,
+        *[("needle", True)] * 2,
+    ]
+    mean, recall, needle = rows[0], rows[4], rows[6]
+    assert (mean.samples, mean.score) == (6, pytest.approx((5 / 6 + 1) / 2))
+    assert mean.score - mean.low == pytest.approx(
+        ((recall.score - recall.low) ** 2 + (needle.score - needle.low) ** 2) ** 0.5 / 2
+    )
+
+
+def test_texts_have_intervals_over_their_windows():
+    def outcomes(text, kls):
+        return [TextOutcome(text, i, OURS, 0.5, nll=1.0, kl=kl, agreement=0.5, kl_parts=[kl, 3.0]) for i, kl in kls]
+
+    rows = summarise_texts(outcomes("a", enumerate([1.0, 2.0, 3.0])) + outcomes("b", [(0, 4.0)]))
+    assert [(row.text, row.windows, row.kl) for row in rows] == [("a", 3, 2.0), ("b", 1, 4.0), (MEAN, 4, 3.0)]
+    assert rows[0].high - rows[0].kl == pytest.approx(4.303 / 3**0.5)
+    assert (rows[1].low, rows[1].high, rows[2].low) == (None, None, None)
+    assert rows[0].perplexity == pytest.approx(2.71828, abs=1e-5)
+    assert rows[0].kl_parts == [2.0, 3.0]
+
+
+def test_methods_differ_by_their_prompts():
+    assert student([1.0] * 50) == (1.0, 0.0)
+    mean, half = difference({1: 0.5, 2: 1.0, 3: 0.0}, {1: 0.0, 2: 1.0, 4: 1.0})
+    assert (mean, half) == (0.25, pytest.approx(12.706 * 0.25))
 
 
 @pytest.mark.parametrize(
@@ -326,19 +488,149 @@ def test_the_interval_is_wilsons(scores, interval):
     assert wilson(scores) == pytest.approx(interval, abs=1e-4)
 
 
+def test_a_candidate_has_options_of_its_own():
+    made = compression(candidate("ours:r_init=1,chunk_size=64,interval=8"), 100, {"n_sink": 2, "r_init": 0.5})
+    assert (made.config.budget, made.config.r_init, made.config.chunk_size) == (100, 1, 64)
+    assert (made.config.n_sink, made.config.interval) == (2, 8)
+    assert [made.plan(tokens).budget for tokens in (90, 107, 108)] == [90, 107, 100]
+    assert compression(candidate(FULL), 50, {}).plan(200).budget == 200
+
+
 @pytest.mark.parametrize(
-    ("compression", "options", "message"),
+    ("label", "slots", "options", "message"),
     [
-        (Compression("snap", 50), {}, "method 'snap': choose among ours, full"),
-        (Compression("tova", 50), {"interval": 8}, "interval=8"),
-        (Compression("tova", 20), {}, "budget=20 slots cannot hold"),
-        (Compression("tova", 50), {"n_sinks": 4}, "unknown option 'n_sinks'"),
+        ("snap", 50, {}, "method 'snap': choose among full, ours"),
+        ("tova", 50, {"interval": 8}, "interval=8"),
+        ("tova", 20, {}, "budget=20 slots cannot hold"),
+        ("tova", 50, {"n_sinks": 4}, "n_sinks=4"),
+        ("tova:r_init=1", 50, {}, "tova has no option 'r_init'; it has n_sink, n_recent"),
+        ("ours:budget=9", 50, {}, "ours has no option 'budget'"),
+        ("csm:interval=9", 50, {}, "csm has no option 'interval'"),
+        ("full:n_sink=1", 50, {}, "full has no option 'n_sink'; it has none"),
+        ("ours:r_init=often", 50, {}, "r_init='often' must be a finite number"),
     ],
-    ids=["method", "interval", "budget", "option"],
+    ids=["method", "interval", "budget", "option", "own", "own budget", "own interval", "full", "value"],
 )
-def test_what_cannot_be_compared_is_refused(compression, options, message, prompt):
+def test_what_cannot_be_compared_is_refused(label, slots, options, message):
     with pytest.raises(ConfigError, match=message):
-        next(predict(tiny_model(), prompt(100), [compression], 10, **options))
+        compression(candidate(label), slots, options)
+
+
+def test_an_interval_is_for_texts(prompt):
+    (asked,) = tasks.prompts(["needle"], tokenizer(), lengths=[400], depths=[0.5], samples=1)
+    with pytest.raises(ConfigError, match="an interval is for texts"):
+        run(None, None, asked, [Chosen(candidate("ours:interval=8"), 0.5)])
+
+
+def test_windows_stand_at_equal_distances():
+    characters = tokenizer()
+    found = texts.windows(characters, "digits", "0123456789" * 2, 4, 3)
+    assert [characters.decode(window[0]) for window in found] == ["0123", "8901", "6789"]
+    with pytest.raises(InputError, match="digits: 6 windows of 4 tokens in a text of 20: there is room for 5"):
+        texts.windows(characters, "digits", "0123456789" * 2, 4, 6)
+
+
+def test_texts_for_tuning_and_reporting_are_others():
+    found = {name: text() for name, text in texts.TEXTS.items()}
+    assert all(len(text) > 150_000 for text in found.values())
+    for kind in ("reference", "sources"):
+        tuning, reporting = ({*found[f"{kind}-{use}"].splitlines()} for use in ("tuning", "reporting"))
+        assert len([line for line in tuning & reporting if len(line.strip()) > 60]) < 0.01 * len(reporting)
+
+
+def write(path, *records):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_files_of_ruler_are_read(tmp_path):
+    record = {"index": 0, "input": "Remember.\nThe number is 12.\nWhat is it?", "outputs": ["12", "13"], "length": 40}
+    characters = tokenizer()
+    niah = write(tmp_path / "niah_single_1" / "validation.jsonl", record, record | {"answer_prefix": " It is"})
+    plain, prefixed = files.prompts_of(niah, characters, 5)
+    assert [(each.task, each.length, each.seed) for each in (plain, prefixed)] == [
+        ("niah_single_1", 0, i) for i in (0, 1)
+    ]
+    assert characters.decode(plain.sample.context) == "<user>Remember.\nThe number is 12."
+    assert characters.decode(plain.sample.question) == "\nWhat is it?\n<assistant>"
+    assert characters.decode(prefixed.sample.question).endswith("<assistant> It is")
+    assert plain.sample.metric(plain.sample.answers, "12, I think") == 0.5
+    (qa,) = files.prompts_of(write(tmp_path / "qa_1.jsonl", record, record), characters, 1)
+    assert qa.sample.metric(qa.sample.answers, "12, I think") == 1.0
+
+
+def test_files_of_longbench_are_read(tmp_path):
+    record = {"input": "Who?", "context": "Ada wrote it.", "answers": ["Ada", "Lady Ada"], "length": 3}
+    path = write(tmp_path / "all.jsonl", record | {"dataset": "hotpotqa_e"}, record | {"dataset": "gov_report"})
+    qa, report = files.prompts_of(path, tokenizer(), 9)
+    assert (qa.task, report.task) == ("hotpotqa", "gov_report")
+    assert "Question: Who?" in tokenizer().decode(qa.sample.question)
+    assert tokenizer().decode(report.sample.context) == "<user>Ada wrote it."
+    assert qa.sample.metric(qa.sample.answers, "It was Ada.") == pytest.approx(0.5)
+    assert not qa.sample.found("Ada")  # whose F1 what follows may change
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question": "Who?"}, "line 1 has question: a line of RULER has input, outputs"),
+        ({"input": "", "context": "", "answers": [], "dataset": "dureader"}, "dataset 'dureader' has no metric here"),
+    ],
+    ids=["fields", "dataset"],
+)
+def test_a_file_of_something_else_is_refused(record, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        files.prompts_of(write(tmp_path / "some.jsonl", record), tokenizer(), 1)
+    (tmp_path / "some.jsonl").write_text("prose")
+    with pytest.raises(InputError, match="line 1: no JSON"):
+        files.prompts_of(tmp_path / "some.jsonl", tokenizer(), 1)
+
+
+@pytest.mark.parametrize(
+    ("metric", "reply", "expected"),
+    [
+        (files.f1, "the Cat sat", 0.8),
+        (files.f1, "", 0.0),
+        (files.rouge_l, "a cat that sat down", 2 * 2 / (3 + 5)),
+        (files.rouge_l, "dogs", 0.0),
+        (files.first_class, "A big cat sat\nor not", 1.0),
+        (files.first_class, "a dog\nbig cat sat", 0.0),
+        (files.code_likeness, "# what?\nbig cat sat\n", 1.0),
+        (files.any_of, "Some 12", 1.0),
+    ],
+    ids=["F1", "F1 of nothing", "ROUGE-L", "ROUGE-L of others", "class", "later class", "code", "any"],
+)
+def test_metrics_of_files(metric, reply, expected):
+    answers = ("12",) if metric is files.any_of else ("big cat sat",)
+    assert metric(answers, reply) == pytest.approx(expected)
+
+
+def test_numbers_in_a_reply_share_the_score():
+    assert files.numbers(("Paragraph 3",), "3 or 4") == 0.5
+    assert files.numbers(("Paragraph 3",), "none") == 0.0
+
+
+def test_a_log_goes_on_where_it_ended(tmp_path):
+    path, settings = tmp_path / "run.jsonl", {"methods": [("ours", 0.5)], "dtype": "float32"}
+    log = Log(path, settings, {"date": "today"})
+    log.add(["needle", 1], [{"score": 1.0}])
+    with path.open("a") as file:
+        file.write('{"prompt": ["nee')  # torn
+    again = Log(path, settings, {"date": "tomorrow"})
+    assert again.outcomes(["needle", 1]) == [{"score": 1.0}]
+    assert again.outcomes(["needle", 2]) is None
+    again.add(["needle", 2], [])
+    assert [json.loads(line).get("prompt") for line in path.read_text().splitlines()] == [
+        None,
+        ["needle", 1],
+        ["needle", 2],
+    ]
+    with pytest.raises(InputError, match="with dtype='float32' and not 'bfloat16'"):
+        Log(path, settings | {"dtype": "bfloat16"}, {})
+    path.write_text("prose\n")
+    with pytest.raises(InputError, match="does not begin with the settings"):
+        Log(path, settings, {})
 
 
 @pytest.fixture(scope="module")
@@ -356,22 +648,36 @@ def ckv(*arguments):
 
 def test_the_command_line_knows_all_tasks_and_methods():
     assert tuple(tasks.KINDS) == cli.TASKS
-    assert (OURS, *METHODS) == cli.METHODS
+    assert tuple(KNOWN) == cli.METHODS
+    assert tuple(ABLATIONS) == cli.ABLATIONS
+    assert tuple(texts.TEXTS) == cli.TEXTS
+    for labels in ABLATIONS.values():
+        assert len({(candidate(label).method, compression(candidate(label), 200, {}).config) for label in labels}) > 1
 
 
-def test_eval_runs_methods_on_tasks(tiny):
-    arguments = (tiny, "--task", "recall", "--task", "needle", "--method", "kmeans", "--method", "tova")
-    arguments += ("--budget", "50%", "--budget", 100, "--length", 500, "--samples", 1, "--depth", 0.5)
-    result = ckv(*arguments, "--json")
+def test_eval_runs_methods_on_tasks_and_goes_on(tiny, tmp_path):
+    arguments = [tiny, "--task", "recall", "--method", "kmeans", "--method", "ours:n_recent=8", "--seed", 9]
+    arguments += ["--budget", "50%", "--budget", 100, "--length", 500, "--depth", 0.5, "--out", tmp_path / "run.jsonl"]
+    result = ckv(*arguments, "--samples", 1, "--json")
     assert result.exit_code == 0, result.stderr
+    first = (tmp_path / "run.jsonl").read_text()
+    result = ckv(*arguments, "--samples", 2, "--task", "needle", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "run.jsonl").read_text().startswith(first)
     document = json.loads(result.stdout)
-    keys = [(row["task"], row["protocol"], row["method"], row["budget"]) for row in document["rows"]]
-    kept = [(FULL, None), ("kmeans", 0.5), ("kmeans", 100), ("tova", 0.5), ("tova", 100)]
+    rows = [row for row in document["rows"] if row["task"] != MEAN]
+    keys = [(row["task"], row["protocol"], row["method"], row["budget"], row["samples"]) for row in rows]
+    methods_kept = [(FULL, None), *[(name, kept) for name in ("kmeans", "ours:n_recent=8") for kept in (0.5, 100)]]
     assert keys == [
-        (task, protocol, *each) for task in ("recall", "needle") for protocol in ("inside", "after") for each in kept
+        (task, protocol, *each, 2)
+        for task in ("recall", "needle")
+        for protocol in ("inside", "after")
+        for each in methods_kept
     ]
-    assert len(document["outcomes"]) == len(keys)
-    assert {row["depth"] for row in document["outcomes"]} == {0.5}
+    assert [(row["depth"], row["seed"]) for row in document["outcomes"]] == [(0.5, 9)] * 10 + [(0.5, 10)] * 10 + [
+        (0.5, 9)
+    ] * 10 + [(0.5, 10)] * 10
+    assert document["settings"]["methods"] == [list(each) for each in methods_kept]
 
 
 def test_eval_prints_a_table_of_each_task(capsys):
@@ -392,23 +698,39 @@ def test_eval_prints_a_table_of_each_task(capsys):
     ]
 
 
-def test_eval_compares_methods_on_a_text(tiny):
-    result = ckv(tiny, "--context", 200, "--tokens", 10, "--budget", 60, "--method", "ours", "--method", "h2o")
+def test_eval_compares_methods_on_texts(tiny, tmp_path):
+    (tmp_path / "own.txt").write_text("0123456789" * 100)
+    arguments = ["--context", 200, "--tokens", 10, "--windows", 2, "--budget", 60, "--ablation", "degree"]
+    result = ckv(
+        tiny, *arguments, "--file", tmp_path / "own.txt", "--text", "sources-tuning", "--method", "ours:interval=4"
+    )
     assert result.exit_code == 0, result.stderr
-    rows = [line.split()[:5] for line in result.stdout.splitlines()]
-    assert [row[:2] for row in rows] == [["method", "kept"], ["full", "100%"], ["ours", "60"], ["h2o", "60"]]
+    lines = result.stdout.splitlines()
+    assert [lines[i] for i in (0, 6, 12)] == [
+        "sources-tuning, 2 windows",
+        f"{tmp_path / 'own.txt'}, 2 windows",
+        "all texts, 4 windows",
+    ]
+    assert [" ".join(line.split()[:3]) for line in lines[1:6]] == [
+        "method kept perplexity",
+        "full full cache",
+        "ours:interval=4 60 slots",
+        "csm 60 slots",
+        "csm-no-degree 60 slots",
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["--length", 300], 2, "--length is for tasks: add a --task"),
-        (["--task", "needle", "--context", 300], 2, "--context is for a text: leave --task out"),
+        (["--task", "needle", "--context", 300], 2, "--context is for texts: leave --task out"),
         (["--task", "haystack"], 2, "haystack"),
+        (["--method", "snap:n_sink=1"], 2, "snap"),
         (["--task", "needle", "--length", 300, "--budget", 20], 1, "budget=20 slots cannot hold"),
-        (["--method", "tova", "--interval", 8, "--context", 200, "--tokens", 10], 1, "interval=8"),
+        (["--method", "tova:interval=8"], 1, "tova has no option 'interval'"),
     ],
-    ids=["length", "context", "task", "budget", "interval"],
+    ids=["length", "context", "task", "method", "budget", "interval"],
 )
 def test_eval_names_what_is_wrong(arguments, code, message, tiny):
     result = ckv(tiny, *arguments)

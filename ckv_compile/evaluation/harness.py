@@ -1,83 +1,50 @@
-"""Methods on tasks: one exact prefill of each prompt, compressed by every method to every budget, and the replies.
+"""Methods on prompts and texts: one exact prefill of each, compressed by every method to every budget, and replies.
 
-The reader is a transformed model that compacts nothing. Its graph runs the exact prefill, while an interpreter looks
-at what each attention gets; methods make their slots of that, layer by layer. Slots go into a cache of the reader,
-whose own steps read them, so that methods differ in the compression alone. The slots of "ours" come from a prefill of
-the model transformed with that budget, which is the product as it is.
+The reader is a model whose graph compacts nothing. It runs the exact prefill, while an interpreter looks at what each
+attention gets; methods make their slots of that, layer by layer, the product's own among them. Rows of slots then read
+on as batches of the reader, so that methods differ in the compression alone.
 
 Protocols: "inside" compresses context and question together; the first token of the reply then comes from the exact
 prefill. "after" compresses the context, and the question is a later turn, over the slots.
 
-Nothing is compacted again while a question is read or a reply generated.
+Nothing is compacted again while a question is read, a reply generated or a text predicted, unless a candidate of the
+product says an interval: it then predicts texts by its own steps, token by token.
 """
 
-import itertools
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 from transformers import PreTrainedModel
 
-from ckv_compile.cache import CacheState, ClusteredCache
+from ckv_compile.cache import CacheState
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, InputError
-from ckv_compile.evaluation.language import Quality, quality_of
-from ckv_compile.evaluation.methods import FULL, METHODS, OURS, Keep, Layer
-from ckv_compile.evaluation.tasks import Sample, make, score
-from ckv_compile.model import CKVForCausalLM, transform
+from ckv_compile.evaluation.candidates import KNOWN, Candidate, Compression, compression
+from ckv_compile.evaluation.language import divergences
+from ckv_compile.evaluation.methods import FULL, Layer
+from ckv_compile.evaluation.outcomes import Budget, Outcome, TextOutcome
+from ckv_compile.evaluation.tasks import Prompt, Sample
+from ckv_compile.model import rewrite_model
 from ckv_compile.ops import cached_attention, window_attention
 from ckv_compile.plan import slots_of
 
 Protocol = Literal["inside", "after"]
 PROTOCOLS: tuple[Protocol, ...] = ("inside", "after")
-SAYS_SOMETHING = 0.7
-"""What the full cache scores at least in a task that can tell methods apart."""
 
-_Z = 1.959963984540054  # of a standard normal variable, 95 % lie between -z and z
-
-
-class Compression(NamedTuple):
-    """A method, and the slots per KV head that it keeps."""
-
-    method: str
-    slots: int  # the full cache keeps all tokens, whatever this is
-
-    def kept(self, tokens: int) -> int:
-        """Slots that stay of a prompt."""
-        return tokens if self.method == FULL else min(self.slots, tokens)
+_SLOTS = 256  # of the reader's own plan, which nothing looks at: its states have as many as they need
+_ROWS = 32  # that read at once: more gain little on a CPU, and all wait for the longest reply
+_PARTS = 8  # of the predicted tokens, whose divergences are told apart
 
 
-class Outcome(NamedTuple):
-    """One reply."""
+class Chosen(NamedTuple):
+    """A candidate at a budget as it was asked for."""
 
-    task: str
-    length: int
-    depth: float
-    seed: int
-    protocol: str
-    method: str
-    budget: int | float | None  # as it was asked for; None for the full cache
-    score: float
-    reply: str
-
-
-class Row(NamedTuple):
-    """The replies of one method and budget to the prompts of one task, length and protocol."""
-
-    task: str
-    length: int
-    protocol: str
-    method: str
-    budget: int | float | None
-    samples: int
-    score: float  # mean
-    low: float  # of its 95 % interval
-    high: float
-    says_something: bool  # whether the full cache scores at least 70 % there
+    candidate: Candidate
+    budget: Budget | None  # None for the full cache
 
 
 class Reader:
@@ -85,130 +52,172 @@ class Reader:
 
     Args:
         model: the original model, in evaluation mode.
-        longest: tokens of the longest prompt and its reply.
-        **options: fields of `CKVConfig`, but not its budget and interval: nothing is compacted in a reply.
+        **options: fields of `CKVConfig` in `candidates.OPTIONS`.
 
     Raises:
         ConfigError: for a bad option.
         UnsupportedModelError: if the model cannot be transformed.
     """
 
-    def __init__(self, model: PreTrainedModel, longest: int, **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         self.original = model
         self.options = options
-        self.model = transform(model, budget=longest, interval=1, compile="eager", **options)
-        self._ours: dict[int, CKVForCausalLM] = {}
+        own = {name: value for name, value in options.items() if name == "max_context"}
+        rewritten, _ = rewrite_model(model, CKVConfig(budget=_SLOTS, interval=1, **own), {})
+        self.graph, self.shape = rewritten.graph, rewritten.shape
+        self._clustered: dict[CKVConfig, GraphModule] = {}  # whose steps compact
+        embeddings = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
+        self._rotary = embeddings[0] if len(embeddings) == 1 and not self.shape.window_layers else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens and states are."""
+        return self.shape.device
 
     @torch.no_grad()
     def prefill(
-        self, ids: Tensor, lengths: Sequence[int], compressions: Sequence[Compression]
-    ) -> tuple[Tensor, list[list[CacheState]]]:
+        self, ids: Tensor, wanted: Sequence[tuple[int, Compression]], room: int
+    ) -> tuple[Tensor, list[CacheState]]:
         """Run the exact prefill of a prompt [1, n], and compress the first tokens of it.
 
         Args:
             ids: int64.
-            lengths: how many of its tokens are compressed, each of them by all compressions.
-            compressions: methods and budgets.
+            wanted: how many of its tokens are compressed, and how, for every row.
+            room: free slots of every row, for what it will read.
 
         Returns:
-            Logits of the last token [1, 1, vocab]; and for every length the state of one row for each compression, with
-            as many slots as it keeps.
+            Logits of the last token [1, 1, vocab]; and the rows, in batches of at most `_ROWS`, in their order.
         """
-        states = [
-            [CacheState.allocate(self.model.cache_shape, each.kept(length), 1) for each in compressions]
-            for length in lengths
-        ]
-        for length, rows in zip(lengths, states, strict=True):
-            for row in rows:
-                row.fill.fill_(row.degree.shape[-1])
-                row.position.fill_(length)
+        plans = [how.plan(length) for length, how in wanted]
+        batches = []
+        for start in range(0, len(wanted), _ROWS):
+            kept = [plan.budget for plan in plans[start : start + _ROWS]]
+            state = CacheState.allocate(self.shape, max(kept) + room + 1, len(kept))
+            state.fill.copy_(torch.tensor(kept))
+            state.position.copy_(torch.tensor([length for length, _ in wanted[start : start + _ROWS]]))
+            batches.append(state)
+        rows = [batches[i // _ROWS].row(i % _ROWS) for i in range(len(wanted))]
+        alike: dict[tuple[Any, ...], list[int]] = {}  # rows that a method makes at once, of the same tokens
+        for i, (length, how) in enumerate(wanted):
+            but_budget = dataclasses.replace(how.config, budget=_SLOTS)
+            alike.setdefault((length, how.candidate.method, but_budget), []).append(i)
+        rope = None
+        if self._rotary is not None:
+            anything = torch.zeros(1, dtype=self.shape.dtype, device=self.device)
+            cos, sin = self._rotary(anything, torch.arange(ids.shape[1], device=self.device)[None])
+            rope = (cos[0], sin[0])
 
         def see(windowed: bool, given: dict[str, Any]) -> None:
             q, k, v = (given[name][0] for name in "qkv")
-            layer = Layer(q, k, v, given["scale"], given["softcap"], given["sinks"])
-            for length, rows in zip(lengths, states, strict=True):
-                seen = layer.until(length)
-                for compression, row in zip(compressions, rows, strict=True):
-                    if windowed:
-                        _fill_ring(row, given["layer"], seen)
-                    elif compression.method != OURS:
-                        self._fill_slots(row, given["layer"], seen, compression)
+            whole, index = Layer(q, k, v, given["scale"], given["softcap"], given["sinks"], rope), given["layer"]
+            for (length, method, _), members in alike.items():
+                layer = whole.until(length)
+                if windowed:
+                    for i in members:
+                        _fill_ring(rows[i], index, layer)
+                    continue
+                for i, slots in zip(members, KNOWN[method](layer, [plans[i] for i in members]), strict=True):
+                    count = slots.degree.shape[1]
+                    for target, source in zip(rows[i][:3], slots, strict=True):
+                        target[0, index, :, :count] = source
 
-        watched = _Watched(self.model.graph, see)
-        (logits,) = watched.run(ids, *self.model.new_cache().state)
-        for length, rows in zip(lengths, states, strict=True):
-            for i, compression in enumerate(compressions):
-                if compression.method == OURS:
-                    rows[i] = self._own_prefill(ids[:, :length], compression.slots)
-        return logits, states
+        state = CacheState.allocate(self.shape, ids.shape[1] + 1, 1)
+        (logits,) = _Watched(self.graph, see).run(ids, *state)
+        return logits, batches
 
-    def cache_of(self, rows: Sequence[CacheState]) -> ClusteredCache:
-        """Put rows that have read as many tokens into one cache of the reader."""
-        cache = self.model.new_cache(len(rows))
-        for b, row in enumerate(rows):
-            for target, source in zip(cache.state, row, strict=True):
-                target[b][tuple(slice(size) for size in source[0].shape)].copy_(source[0])
-        cache.columns = int(rows[0].position)
-        return cache
-
-    def batches(self, rows: Sequence[CacheState]) -> Iterator[ClusteredCache]:
-        """Put rows into caches of as many as the reader takes at once."""
-        most = self.model.ckv_config.max_batch_size
-        for start in range(0, len(rows), most):
-            yield self.cache_of(rows[start : start + most])
-
+    @torch.no_grad()
     def reply(
-        self, rows: Sequence[CacheState], turn: Tensor | None, logits: Tensor | None, tokens: int
+        self,
+        batches: Sequence[CacheState],
+        turns: Sequence[Tensor | None],
+        logits: Tensor,
+        tokens: int,
+        ends: Callable[[list[int]], bool],
     ) -> list[list[int]]:
-        """Generate greedily after rows that have read as many tokens.
+        """Generate greedily.
 
         Args:
-            rows: of `prefill`.
-            turn: [1, S] int64, tokens that every row reads first; or None.
-            logits: [1, 1, vocab], of the last token that the rows have read, where there is no turn.
-            tokens: to generate, also behind the end of a reply.
+            batches: rows of `prefill`.
+            turns: for every row the tokens [1, S] int64 that it reads first; or None. Rows with a turn have the same,
+                and stand beside each other.
+            logits: [1, 1, vocab], of the last token that the rows without a turn have read.
+            tokens: to generate at most.
+            ends: whether a reply need not go on.
 
         Returns:
-            The tokens of every row.
+            The tokens of every row; what follows the end of a reply means nothing.
         """
         replies: list[list[int]] = []
-        for cache in self.batches(rows):
-            found = logits if turn is None else self.model(turn.expand(cache.batch_size, -1), cache=cache).logits
-            assert found is not None
-            new = [found[:, -1].argmax(dim=-1, keepdim=True).expand(cache.batch_size, -1)]
-            while len(new) < tokens:
-                new.append(self.model(new[-1], cache=cache).logits[:, -1].argmax(dim=-1, keepdim=True))
-            replies += torch.cat(new, dim=1).tolist()
+        for state in batches:
+            rows = len(state.fill)
+            own = turns[len(replies) : len(replies) + rows]
+            found = logits[:, -1].repeat(rows, 1)
+            reading = [b for b, turn in enumerate(own) if turn is not None]
+            if reading:
+                some = slice(reading[0], reading[-1] + 1)
+                turn = own[some.start]
+                assert turn is not None
+                part = CacheState(*(tensor[some] for tensor in state))
+                found[some] = self.graph(turn.repeat(len(reading), 1), *part)[0][:, -1]
+            new = found.argmax(dim=-1, keepdim=True)
+            while new.shape[1] < tokens and not all(map(ends, new.tolist())):
+                found = self.graph(new[:, -1:].contiguous(), *state)[0]
+                new = torch.cat([new, found[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
+            replies += new.tolist()
         return replies
 
-    def _fill_slots(self, row: CacheState, index: int, layer: Layer, compression: Compression) -> None:
-        config = self.model.ckv_config
-        slots = METHODS[compression.method](layer, Keep(row.degree.shape[-1], config.n_sink, config.n_recent))
-        for target, source in zip((row.keys, row.values, row.degree), slots, strict=True):
-            target[0, index] = source
+    @torch.no_grad()
+    def predictions(self, row: CacheState, first: Tensor, tokens: Tensor, compression: Compression) -> Tensor:
+        """Log probabilities [n, vocab] float32 of the tokens [1, n] that follow, each after the real ones before it.
 
-    def _own_prefill(self, ids: Tensor, slots: int) -> CacheState:
-        if slots not in self._ours:
-            self._ours[slots] = transform(self.original, budget=slots, interval=1, compile="eager", **self.options)
-        ours = self._ours[slots]
-        cache = ours.new_cache()
-        ours(ids, cache=cache)
-        return cache.state
+        Args:
+            row: one of `prefill`, with room for them.
+            first: [1, 1, vocab], logits of the last token that the row has read.
+            tokens: int64.
+            compression: by which the row was made; with an interval its own steps read the tokens.
+        """
+        before = tokens[:, :-1]
+        if "interval" not in compression.candidate.options:
+            rest = _Watched(self.graph, None).run(before, *row)[0].view(1, before.shape[1], -1)
+        else:
+            state = CacheState.allocate(self.shape, compression.config.capacity, 1)
+            for target, source in zip(state, row, strict=True):
+                shared = tuple(map(slice, map(min, target.shape, source.shape)))  # slots behind those are empty
+                target[shared] = source[shared]
+            graph = self._steps_of(compression.config)
+            rest = torch.cat([first[:, :0], *(graph(token, *state)[0] for token in before.split(1, dim=1))], dim=1)
+        return torch.cat([first, rest], dim=1)[0].float().log_softmax(dim=-1)
+
+    def _steps_of(self, config: CKVConfig) -> GraphModule:
+        if config not in self._clustered:
+            self._clustered[config] = rewrite_model(self.original, config, {})[0].graph
+        return self._clustered[config]
 
 
 class _Watched(Interpreter):
-    """Runs a rewritten graph, and shows what each attention is called with, by the names of its arguments."""
+    """Runs a rewritten graph, and shows what each attention is called with, by the names of its arguments.
 
-    def __init__(self, graph: GraphModule, see: Callable[[bool, dict[str, Any]], None]) -> None:
+    With nothing to show it to, it gives the logits of all tokens, and not of the last one alone.
+    """
+
+    def __init__(self, graph: GraphModule, see: Callable[[bool, dict[str, Any]], None] | None) -> None:
         super().__init__(graph)
         self.see = see
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = super().call_function(target, args, kwargs)
-        if target in (cached_attention, window_attention):
-            names = [argument.name for argument in target._schema.arguments]
-            self.see(target is window_attention, dict(zip(names, args, strict=False)) | kwargs)
+    def run_node(self, node: Node) -> Any:
+        if self.see is None and _is_last_token(node):
+            return self.env[node.all_input_nodes[0]]
+        out = super().run_node(node)
+        if self.see is not None and node.target in (cached_attention, window_attention):
+            names = [argument.name for argument in node.target._schema.arguments]
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            self.see(node.target is window_attention, dict(zip(names, args, strict=False)) | kwargs)
         return out
+
+
+def _is_last_token(node: Node) -> bool:
+    """Whether this is what `slice_logits` put before the head."""
+    return node.target is torch.ops.aten.slice.Tensor and node.args[1:3] == (1, -1)
 
 
 def _fill_ring(row: CacheState, index: int, layer: Layer) -> None:
@@ -219,166 +228,122 @@ def _fill_ring(row: CacheState, index: int, layer: Layer) -> None:
     row.window_values[0, index][:, last % window] = layer.v[:, last]
 
 
-def run(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    tasks: Sequence[str],
-    methods: Sequence[str],
-    budgets: Sequence[int | float],
-    *,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    samples: int,
-    protocols: Sequence[Protocol] = PROTOCOLS,
-    **options: Any,
-) -> Iterator[list[Outcome]]:
-    """Run all methods with all budgets, and the full cache, on the same prompts.
+def choose(candidates: Sequence[Candidate], budgets: Sequence[Budget]) -> list[Chosen]:
+    """The full cache, then every candidate at every budget, each once."""
+    asked = (Chosen(each, budget) for each in candidates if each.method != FULL for budget in budgets)
+    distinct = {(each.candidate.label, each.budget): each for each in asked}
+    return [Chosen(Candidate(FULL, FULL, {}), None), *distinct.values()]
 
-    Args:
-        model: the original model, in evaluation mode.
-        tokenizer: its tokenizer.
-        tasks: kinds of `tasks.KINDS`.
-        methods: names of `methods.METHODS`, and OURS.
-        budgets: slots per KV head, or shares of the length that are kept.
-        lengths: tokens of the prompts, without the reply.
-        depths: where the needle stands; the samples take them in turn.
-        samples: prompts of every task and length, of seeds 0, 1, 2, ...
-        protocols: when the question comes.
-        **options: other fields of `CKVConfig`, for all methods as far as they have such a thing.
 
-    Yields:
-        The outcomes of one prompt, for each prompt.
+def compressions(chosen: Sequence[Chosen], length: int, options: Mapping[str, Any]) -> list[Compression]:
+    """The candidates at their budgets of so many tokens.
 
     Raises:
-        InputError: for a task that does not exist, or a length that its prompt does not fit in.
-        ConfigError: for a bad budget, option or method.
-        UnsupportedModelError: if the model cannot be transformed.
+        ConfigError: for an option or a budget that the product refuses.
     """
-    prompts = [
-        (task, length, depth, seed, make(task, tokenizer, length, depth, seed))
-        for task in tasks
-        for length in lengths
-        for seed, depth in zip(range(samples), itertools.cycle(depths))
+    return [
+        compression(each.candidate, length if each.budget is None else slots_of(each.budget, length), options)
+        for each in chosen
     ]
-    _check(methods, {slots_of(budget, length) for length in lengths for budget in budgets}, options)
-    longest = max(length + sample.reply for _, length, _, _, sample in prompts)
-    reader = Reader(model, longest, **options)
-    chosen: dict[tuple[str, int | float | None], None] = {(FULL, None): None}  # in this order, each once
-    chosen |= dict.fromkeys((method, budget) for method in methods if method != FULL for budget in budgets)
-    for task, length, depth, seed, sample in prompts:
-        compressions = [
-            Compression(method, length if budget is None else slots_of(budget, length)) for method, budget in chosen
-        ]
-        outcomes = []
-        for protocol, replies in _replies(reader, tokenizer, sample, protocols, compressions):
-            for (method, kept), reply in zip(chosen, replies, strict=True):
-                found = score(sample.answers, reply)
-                outcomes.append(Outcome(task, length, depth, seed, protocol, method, kept, found, reply))
-        yield outcomes
 
 
-def _check(methods: Iterable[str], slots: Iterable[int], options: dict[str, Any]) -> None:
-    """Refuse methods that do not exist, and for all of them the budgets and options that the product refuses."""
-    for method in methods:
-        if method not in (OURS, *METHODS):
-            raise ConfigError(f"method {method!r}: choose among {', '.join((OURS, *METHODS))}")
-    if "interval" in options:
-        raise ConfigError(
-            f"interval={options['interval']!r}: methods are compared without later compactions; leave it out"
-        )
-    for each in slots:
-        CKVConfig.from_options({**options, "budget": each, "interval": 1})
+def run(
+    reader: Reader, tokenizer: Any, prompt: Prompt, chosen: Sequence[Chosen], protocols: Sequence[Protocol] = PROTOCOLS
+) -> list[Outcome]:
+    """The replies to one prompt, of all candidates under all protocols.
 
+    Args:
+        reader: of the model.
+        tokenizer: its tokenizer.
+        prompt: what is asked.
+        chosen: of `choose`.
+        protocols: when the question comes.
 
-def _replies(
-    reader: Reader,
-    tokenizer: Any,
-    sample: Sample,
-    protocols: Sequence[Protocol],
-    compressions: Sequence[Compression],
-) -> Iterator[tuple[Protocol, list[str]]]:
-    """The replies to one prompt, for every protocol those of all compressions."""
-    device = reader.model.device
-    ids = torch.tensor([sample.context + sample.question], device=device)
+    Raises:
+        ConfigError: for a bad budget or option, or an interval, which is for texts.
+    """
+    for each in chosen:
+        if "interval" in each.candidate.options:
+            raise ConfigError(f"{each.candidate.label!r}: an interval is for texts; nothing is compacted in a reply")
+    sample = prompt.sample
+    ids = torch.tensor([sample.context + sample.question], device=reader.device)
     known = len(sample.context)
-    lengths = [ids.shape[1] if protocol == "inside" else known for protocol in protocols]
-    logits, states = reader.prefill(ids, lengths, compressions)
-    ends = _ends(reader.model, tokenizer)
-    for protocol, rows in zip(protocols, states, strict=True):
-        inside = protocol == "inside"
-        found = reader.reply(rows, None if inside else ids[:, known:], logits if inside else None, sample.reply)
-        said = [list(itertools.takewhile(lambda token: token not in ends, reply)) for reply in found]
-        yield protocol, [tokenizer.decode(reply, skip_special_tokens=True) for reply in said]
+    made = compressions(chosen, ids.shape[1], reader.options)
+    rows = [(protocol, how, each) for protocol in protocols for how, each in zip(made, chosen, strict=True)]
+    turns = [None if protocol == "inside" else ids[:, known:] for protocol, _, _ in rows]
+    wanted = [(ids.shape[1] if protocol == "inside" else known, how) for protocol, how, _ in rows]
+    logits, batches = reader.prefill(ids, wanted, len(sample.question) + sample.reply)
+    said = Said(tokenizer, reader.original, sample)
+    replies = map(said.text, reader.reply(batches, turns, logits, sample.reply, said.ends))
+    where = (prompt.task, prompt.length, prompt.depth, prompt.seed)
+    return [
+        Outcome(*where, protocol, each.candidate.label, each.budget, sample.metric(sample.answers, reply), reply)
+        for (protocol, _, each), reply in zip(rows, replies, strict=True)
+    ]
 
 
-def _ends(model: CKVForCausalLM, tokenizer: Any) -> set[int]:
-    """Tokens that end a reply."""
-    own = model.generation_config.eos_token_id
-    return {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
+class Said:
+    """What the tokens of a reply say."""
+
+    def __init__(self, tokenizer: Any, model: PreTrainedModel, sample: Sample) -> None:
+        own = model.generation_config.eos_token_id
+        self.stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
+        self.tokenizer = tokenizer
+        self.sample = sample
+
+    def text(self, tokens: list[int]) -> str:
+        """The reply until its end."""
+        stop = next((i for i, token in enumerate(tokens) if token in self.stops), len(tokens))
+        text: str = self.tokenizer.decode(tokens[:stop], skip_special_tokens=True)
+        return text
+
+    def ends(self, tokens: list[int]) -> bool:
+        """Whether nothing that follows can change the score."""
+        if any(token in self.stops for token in tokens):
+            return True
+        return self.sample.found(self.text(tokens))
 
 
 @torch.no_grad()
 def predict(
-    model: PreTrainedModel, text: Tensor, compressions: Sequence[Compression], predicted: int, **options: Any
-) -> Iterator[Quality]:
-    """Predict the last tokens of a text one by one, each after the real ones before it, by every method.
+    reader: Reader, name: str, window: int, text: Tensor, predicted: int, chosen: Sequence[Chosen]
+) -> list[TextOutcome]:
+    """Predict the last tokens of a window of a text, each after the real ones before it, by every candidate.
 
-    The reference is the full cache of the same model. The prompt is compressed once, and the cache then grows: unlike
-    `language.evaluate`, nothing is compacted while tokens are predicted, since other methods have no way to.
+    The reference is the full cache of the same model. The beginning is compressed once, and the cache then grows, but
+    for candidates with an interval.
 
     Args:
-        model: the original model, in evaluation mode.
-        text: [1, S] int64; all but its last `predicted` tokens are the prompt that is compressed.
-        compressions: methods and budgets.
+        reader: of the model.
+        name: of the text.
+        window: which of its windows this is.
+        text: [1, S] int64; all but its last `predicted` tokens are the beginning that is compressed.
         predicted: tokens to predict.
-        **options: other fields of `CKVConfig`.
+        chosen: of `choose`. Shares are those of the whole window.
 
     Raises:
-        InputError: if the text is no longer than what is to be predicted.
-        ConfigError: for a bad budget, option or method.
-        UnsupportedModelError: if the model cannot be transformed.
+        InputError: if the window is no longer than what is to be predicted.
+        ConfigError: for a bad budget or option.
     """
     if not 0 < predicted < text.shape[1]:
         raise InputError(f"{predicted} tokens to predict of a text of {text.shape[1]}: predict at least 1, and fewer")
-    prompt, rest = text[:, :-predicted], text[:, -predicted:]
-    _check({each.method for each in compressions}, {each.slots for each in compressions}, options)
-    reader = Reader(model, text.shape[1], **options)
-    whole = Compression(FULL, prompt.shape[1])
-    first, (rows,) = reader.prefill(prompt, [prompt.shape[1]], [whole, *compressions])
+    beginning, rest = text[:, :-predicted], text[:, -predicted:]
+    made = compressions(chosen, text.shape[1], reader.options)
+    first, batches = reader.prefill(beginning, [(beginning.shape[1], how) for how in made], predicted)
+    rows = [batch.row(b) for batch in batches for b in range(len(batch.fill))]
     full: Tensor | None = None
-    for cache in reader.batches(rows):
-        logits = [first.expand(cache.batch_size, -1, -1)]
-        for token in rest[:, :-1].split(1, dim=1):
-            logits.append(reader.model(token.expand(cache.batch_size, -1), cache=cache).logits)
-        for b in range(cache.batch_size):
-            found = torch.cat([step[b] for step in logits]).float().log_softmax(dim=-1)
-            if full is None:
-                full = found
-                continue
-            yield quality_of(found, full, rest[0])
-
-
-def summarise(outcomes: Iterable[Outcome]) -> list[Row]:
-    """Mean scores with their intervals, in the order of the outcomes."""
-    scores: dict[tuple[str, int, str, str, int | float | None], list[float]] = defaultdict(list)
-    for each in outcomes:
-        scores[each.task, each.length, each.protocol, each.method, each.budget].append(each.score)
-    rows = []
-    for key, found in scores.items():
-        reference = scores[key[0], key[1], key[2], FULL, None]
-        says_something = sum(reference) >= SAYS_SOMETHING * len(reference)
-        low, high = wilson(found)
-        rows.append(Row(*key, len(found), sum(found) / len(found), low, high, says_something))
-    return rows
-
-
-def wilson(scores: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of a mean of scores from 0 to 1 (Wilson, 1927).
-
-    It is that of a share of successes. A score between 0 and 1 varies less than one that is either, so that for tasks
-    with several answers it is a little too wide.
-    """
-    n, mean = len(scores), sum(scores) / len(scores)
-    centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
-    half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    outcomes = []
+    for each, row, how in zip(chosen, rows, made, strict=True):
+        found = reader.predictions(row, first, rest, how)
+        full = found if full is None else full
+        kl = divergences(found, full)
+        outcomes.append(
+            TextOutcome(
+                *(name, window, each.candidate.label, each.budget),
+                nll=float(-found.gather(1, rest[0][:, None]).mean()),
+                kl=float(kl.mean()),
+                agreement=float((full.argmax(dim=-1) == found.argmax(dim=-1)).float().mean()),
+                kl_parts=[float(part.mean()) for part in kl.tensor_split(min(_PARTS, predicted))],
+            )
+        )
+    return outcomes

@@ -80,6 +80,11 @@ def quality_of(found: Tensor, full: Tensor, tokens: Tensor) -> Quality:
     """
     return Quality(
         perplexity=math.exp(-found.gather(1, tokens[:, None]).mean()),
-        kl=float((full.exp() * (full - found)).sum(dim=-1).mean()),
+        kl=float(divergences(found, full).mean()),
         agreement=float((full.argmax(dim=-1) == found.argmax(dim=-1)).float().mean()),
     )
+
+
+def divergences(found: Tensor, full: Tensor) -> Tensor:
+    """KL(full || found) of each token [n], in nats, for log probabilities [n, vocabulary]."""
+    return (full.exp() * (full - found)).sum(dim=-1)

@@ -15,7 +15,7 @@ import pydoc_data.topics
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ckv_compile.errors import InputError
@@ -29,6 +29,12 @@ _NOUNS = (
     "anchor", "badger", "candle", "drum", "engine", "falcon", "garden", "hammer", "island", "jacket", "kettle",
     "lantern", "mirror", "needle", "otter", "pencil", "rocket", "saddle", "tunnel", "umbrella", "violin", "walnut",
     "yogurt", "zebra",
+)
+_SEEN = (
+    "apple", "bird", "boat", "book", "bottle", "bread", "bridge", "car", "chair", "clock", "cloud", "cup",
+    "door", "farm", "fish", "flower", "glass", "hat", "horse", "house", "lamp", "leaf", "moon", "mountain",
+    "paper", "ring", "road", "rock", "ship", "shirt", "shoe", "star", "stone", "table", "tower", "train", "tree",
+    "window",
 )
 _JOBS = (
     "baker", "carpenter", "dentist", "farmer", "gardener", "lawyer", "nurse", "painter", "pilot", "plumber",
@@ -48,21 +54,46 @@ _NOISE = (
 )
 _KEYS = 2  # of the tasks in which a needle has a key among others
 _RECORDS = 3  # of UUIDs and people
-_VALUES = 2  # of one key
-_HOPS = 1  # of a chain of variables
-_COMMON = 3  # words that are asked, of the tasks that count words
+_VALUES = 3  # of one key
+_HOPS = 2  # of a chain of variables
+_RARE = 1  # other words for each common one
+_ZETA = 3.0  # how fast words become rarer by their rank
 _LONGEST_SENTENCE = 200  # characters
 _MARGIN = 8  # tokens of a reply beside its answers
 _MARK = "\N{BLACK SQUARE}"  # stands in for the message when a chat is cut there
 
 
+def score(answers: tuple[str, ...], reply: str) -> float:
+    """The share of answers that a reply contains, in upper or lower case."""
+    return sum(answer.lower() in reply.lower() for answer in answers) / len(answers)
+
+
+OWN_LENGTH = 0
+"""Stands for the length of a prompt where all have others."""
+
+
 class Sample(NamedTuple):
-    """One prompt, in tokens: the same for every method."""
+    """What a model reads, in tokens: the same for every method."""
 
     context: list[int]  # with what the chat template puts before it
     question: list[int]  # with what the template puts behind it, and the beginning of the reply
     answers: tuple[str, ...]  # what the reply is to contain
     reply: int  # tokens to generate at most
+    metric: Callable[[tuple[str, ...], str], float] = score  # of answers and reply, from 0 to 1
+
+    def found(self, reply: str) -> bool:
+        """Whether the score is full, whatever else a reply goes on to say."""
+        return self.metric is score and score(self.answers, reply) == 1.0
+
+
+class Prompt(NamedTuple):
+    """A sample, and what tells it from others."""
+
+    task: str
+    length: int  # tokens of context and question, or OWN_LENGTH
+    depth: float
+    seed: int
+    sample: Sample
 
 
 class _Text(NamedTuple):
@@ -74,7 +105,7 @@ class _Text(NamedTuple):
     question: str
     reply: str  # how the reply begins
     answers: tuple[str, ...]
-    in_order: bool = False  # the needles stand in their order, whichever of them is at the depth
+    between: str = ""  # what the reply says between two answers
 
 
 def make(kind: str, tokenizer: Any, length: int, depth: float, seed: int) -> Sample:
@@ -96,39 +127,66 @@ def make(kind: str, tokenizer: Any, length: int, depth: float, seed: int) -> Sam
     if not 0.0 <= depth <= 1.0:
         raise InputError(f"depth={depth!r} is where the needle stands, from 0 (the beginning) to 1 (the end)")
     text = KINDS[kind](random.Random(f"{kind} {seed}"))
-    head, tail = _around_message(tokenizer)
+    head, tail = around_message(tokenizer)
     intro = tokenizer(head + text.intro, add_special_tokens=not head).input_ids
-    question = _tokens(tokenizer, text.question + tail + text.reply)
-    needles = [_tokens(tokenizer, needle) for needle in text.needles]
+    question = tokens_of(tokenizer, text.question + tail + text.reply)
+    needles = [tokens_of(tokenizer, needle) for needle in text.needles]
     room = length - len(intro) - len(question) - sum(map(len, needles))
     if room < 0:
         raise InputError(f"length={length}: a prompt of the task {kind!r} has at least {length - room} tokens")
     pieces: list[list[int]] = []
     missing = room
     while missing:
-        pieces.append(_tokens(tokenizer, next(text.filler))[:missing])
+        pieces.append(tokens_of(tokenizer, next(text.filler))[:missing])
         missing -= len(pieces[-1])
     places = [(depth + i / len(needles)) % 1.0 if i else depth for i in range(len(needles))]
-    places = sorted(places) if text.in_order else places
     return Sample(
         context=intro + _inserted(pieces, needles, places),
         question=question,
         answers=text.answers,
-        reply=sum(len(_tokens(tokenizer, f" {answer}")) for answer in text.answers) + _MARGIN,
+        reply=sum(len(tokens_of(tokenizer, f" {answer}")) for answer in text.answers)
+        + len(tokens_of(tokenizer, text.between))
+        + _MARGIN,
     )
 
 
-def score(answers: tuple[str, ...], reply: str) -> float:
-    """The share of answers that a reply contains, in upper or lower case."""
-    return sum(answer.lower() in reply.lower() for answer in answers) / len(answers)
+def prompts(
+    kinds: Sequence[str],
+    tokenizer: Any,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    samples: int,
+    seed: int = 0,
+) -> list[Prompt]:
+    """Make the prompts of several kinds.
+
+    Args:
+        kinds: of `KINDS`.
+        tokenizer: a Hugging Face tokenizer.
+        lengths: tokens of the prompts.
+        depths: where the needle stands; the samples take them in turn.
+        samples: prompts of every kind and length.
+        seed: of the first of them; the others follow.
+
+    Raises:
+        InputError: for a kind that does not exist, or a length that its needles do not fit in.
+    """
+    return [
+        Prompt(kind, length, depth, seed + i, make(kind, tokenizer, length, depth, seed + i))
+        for kind in kinds
+        for length in lengths
+        for i, depth in zip(range(samples), itertools.cycle(depths))
+    ]
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a part of a prompt."""
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids
 
 
-def _around_message(tokenizer: Any) -> tuple[str, str]:
+def around_message(tokenizer: Any) -> tuple[str, str]:
     """What a chat of one message of the user has before and behind the message; nothing and a line without a chat."""
     if not tokenizer.chat_template:
         return "", "\n"
@@ -167,7 +225,7 @@ def _things(rng: random.Random, count: int) -> list[str]:
 
 
 def _number(rng: random.Random) -> str:
-    return str(rng.randrange(10**6, 10**7))
+    return str(rng.randrange(10**4, 10**5))
 
 
 @functools.cache
@@ -217,82 +275,87 @@ def _multi_key(rng: random.Random) -> _Text:
 
 
 def _multi_value(rng: random.Random) -> _Text:
+    """Several values of one key, in one sentence: a small model does not collect them from a whole text."""
     (thing,) = _things(rng, 1)
     numbers = tuple(_number(rng) for _ in range(_VALUES))
+    listed = f"{', '.join(numbers[:-1])} and {numbers[-1]}"
     return _Text(
         intro=_SECRETS,
-        needles=[_secret(thing, number) for number in numbers],
+        needles=[f" The {_VALUES} secret numbers of the {thing} are {listed}."],
         filler=_essay(rng),
         question=f"\nWhat are the {_VALUES} secret numbers of the {thing} in this text?",
         reply=f"The {_VALUES} secret numbers of the {thing} are",
         answers=numbers,
+        between="".join(f"\n{i}." for i in range(_VALUES)),
     )
 
 
 def _multi_query(rng: random.Random) -> _Text:
     things = _things(rng, _KEYS)
     numbers = [_number(rng) for _ in things]
-    asked = " and ".join(f"the {thing}" for thing in things)
+    asked = "".join(f"\n{i}. What is the secret number of the {thing}?" for i, thing in enumerate(things, start=1))
     return _Text(
         intro=_SECRETS,
         needles=[_secret(thing, number) for thing, number in zip(things, numbers, strict=True)],
         filler=_essay(rng),
-        question=f"\nWhat are the secret numbers of {asked} in this text?",
-        reply=f"The secret numbers of {asked} are",
+        question=f"\nAnswer all questions about this text.{asked}",
+        reply=f"1. The secret number of the {things[0]} is",
         answers=tuple(numbers),
+        between="".join(f".\n2. The secret number of the {thing} is" for thing in things[1:]),
     )
 
 
 def _variables(rng: random.Random) -> _Text:
-    """Variable tracking: which ones have a value, that all but the first take from the one before."""
+    """Variable tracking: a value goes to a variable, and from each on to the next.
+
+    The statements of a chain stand together: a small model does not follow one that is spread over a text.
+    """
     names = ["".join(rng.choices("ABCDEFGHKLMNPRSTUVWXYZ", k=3)) for _ in range(_HOPS + 1)]
-    value = str(rng.randrange(10**4, 10**5))
-    chain = [f" VAR {names[0]} = {value}."]
-    chain += [f" VAR {name} = VAR {source}." for source, name in itertools.pairwise(names)]
+    value = _number(rng)
+    steps = [f" {source} goes to {name}." for source, name in itertools.pairwise(names)]
     return _Text(
-        intro="Follow the variables that are assigned in this text.\n",
-        needles=chain,
+        intro="Follow where values go in this text.\n",
+        needles=["".join([f" The value {value} goes to {names[0]}.", *steps])],
         filler=itertools.cycle(_NOISE),
-        question=f"\nWhich variables have the value {value}, directly or through another variable?",
-        reply=f"The variables that have the value {value} are VAR",
+        question=f"\nWhere does the value {value} go in this text, and where does it go from there?",
+        reply=f"The value {value} goes to",
         answers=tuple(names),
-        in_order=True,
+        between="".join(f".{step}" for step in steps),
     )
 
 
 def _common_words(rng: random.Random) -> _Text:
-    """Some words come again and again, among others that come once."""
-    words = _words(rng)
-    common = [next(words) for _ in range(_COMMON)]
+    """One word comes again and again, the others now and then."""
+    common, *others = rng.sample(_SEEN, len(_SEEN))
 
     def filler() -> Iterator[str]:
         while True:
-            block = common + [next(words) for _ in range(_COMMON)]
-            yield from (f" {word}" for word in rng.sample(block, len(block)))
+            block = [common, *(rng.choice(others) for _ in range(_RARE))]
+            yield from rng.sample(block, len(block))
 
-    return _counted("most common", common, filler())
+    return _counted(common, filler())
 
 
 def _frequent_words(rng: random.Random) -> _Text:
-    """The word of rank i comes 1 / i**2 as often as the first: a Zeta distribution with alpha = 2."""
-    words = list(itertools.islice(_words(rng), 20))
+    """The word of rank i comes i**-3 times as often as the first: a Zeta distribution."""
+    words = rng.sample(_SEEN, len(_SEEN))
+    weights = [rank**-_ZETA for rank in range(1, len(words) + 1)]
 
     def filler() -> Iterator[str]:
-        for block in itertools.count(1):
-            due = [word for rank, word in enumerate(words, start=1) if block % rank**2 == 0]
-            yield from (f" {word}" for word in rng.sample(due, len(due)))
+        while True:
+            yield from rng.choices(words, weights)
 
-    return _counted("most frequent", words[:_COMMON], filler())
+    return _counted(words[0], filler())
 
 
-def _counted(which: str, words: list[str], filler: Iterator[str]) -> _Text:
+def _counted(most: str, words: Iterator[str]) -> _Text:
     return _Text(
-        intro="Count how often each word comes in this list.\n",
+        intro="Count how often I saw each thing.\n",
         needles=[],
-        filler=filler,
-        question=f"\nWhat are the {len(words)} {which} words in this list?",
-        reply=f"The {len(words)} {which} words are",
-        answers=tuple(words),
+        filler=(f" I saw the {word}." for word in words),
+        question="\nWhich thing did I see most often?",
+        reply="I saw the",
+        answers=(most,),
     )
 
 

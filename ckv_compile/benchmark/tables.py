@@ -4,39 +4,32 @@ All methods run in one process on the same prompt, in turn, for several rounds; 
 all rounds. The floor of a step is (weight bytes + cache bytes) / (bandwidth measured in the same run).
 """
 
-import argparse
 import copy
 import dataclasses
 import importlib.util
-import itertools
-import json
 import multiprocessing
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 from tabulate import tabulate
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
 
-from ckv_compile.cache import ClusteredCache, cache_of
-from ckv_compile.errors import CKVError
+from ckv_compile.benchmark.timing import Memory, Timing, machine_name, time_generate
+from ckv_compile.cache import cache_of
 from ckv_compile.evaluation import evaluate, text_of
 from ckv_compile.loading import SMOLLM2, load_model
 from ckv_compile.model import CKVForCausalLM, transform
 from ckv_compile.ops import cached_attention
+from ckv_compile.peers.serving import peak_bytes
 from ckv_compile.roofline import GPUS, floors, largest_batch, llama_8b, shape_of, weight_bytes
 
 TABLES = ("speed", "flatness", "memory", "quality")
-BANDWIDTH_BYTES = 512 * 2**20
 FLAT_CONTEXTS = (2048, 8192, 32768)
 FLAT_LAYERS = 6
 CHUNK = 1024
@@ -45,74 +38,6 @@ QUALITY_TOKENS = 256
 MEMORY_COLUMNS = (("whole_mb", 0), ("whole_s", 1), ("chunked_mb", 0), ("chunked_s", 1))
 LLAMA_8B = "llama-3.1-8b"
 ROOFLINE_KEPT = (0.5, 0.25)
-
-
-class Timing(NamedTuple):
-    """One run of generate()."""
-
-    prefill: float  # seconds to the first token
-    steps: list[float]  # seconds from token to token
-    cache_bytes: int
-
-
-class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes the time of the prompt and of every token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options: Any) -> Timing:
-    """Generate exactly `tokens` tokens greedily after `prompt` [1, S] and time each."""
-    clock = _Clock()
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=tokens,
-        eos_token_id=None,
-        do_sample=False,
-        return_dict_in_generate=True,
-        streamer=clock,
-        **options,
-    )
-    prefill, *steps = [after - before for before, after in itertools.pairwise(clock.times)]
-    return Timing(prefill, steps, cache_bytes(cache_of(output)))
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Bytes of keys and values (and degrees) that a cache holds."""
-    if isinstance(cache, ClusteredCache):
-        return cache.nbytes()
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-class Memory:
-    """Samples of the bytes per second at which this machine reads memory: a sum over 512 MiB on all threads.
-
-    Machines shared with others swing by a factor of two, so samples are taken beside every run that is compared.
-    """
-
-    def __init__(self) -> None:
-        self._data = torch.randn(BANDWIDTH_BYTES // 4)
-        self._samples: list[float] = []
-
-    def sample(self) -> None:
-        """Take three more samples."""
-        for _ in range(3):
-            start = time.perf_counter()
-            self._data.sum()
-            self._samples.append(self._data.nbytes / (time.perf_counter() - start))
-
-    def bandwidth(self) -> float:
-        """Median of the samples, bytes per second."""
-        return statistics.median(self._samples)
 
 
 def compare(source: str, dtype: torch.dtype, context: int, budget: int, tokens: int, rounds: int) -> dict[str, Any]:
@@ -242,17 +167,9 @@ def _measure_prefill(
     ours = transform(model, budget=budget, prefill_chunk=chunk, compile="eager")
     prompt = torch.randint(0, config.vocab_size, (1, context))
     ours(prompt[:, :64])
-    start, rest = time.perf_counter(), _peak_memory(reset=True)
+    start, rest = time.perf_counter(), peak_bytes(cuda=False, reset=True) or 0
     ours(prompt)
-    return time.perf_counter() - start, _peak_memory() - rest
-
-
-def _peak_memory(reset: bool = False) -> int:
-    """Most bytes that this process has held since the last reset (Linux)."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(peak.split()[1]) * 1024
+    return time.perf_counter() - start, (peak_bytes(cuda=False) or 0) - rest
 
 
 def quality(source: str, context: int) -> list[dict[str, float]]:
@@ -397,12 +314,6 @@ def report(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
 def run(
     model: str | None = None,
     context: int = 8000,
@@ -416,7 +327,7 @@ def run(
     contexts: Sequence[int] = (8192, 32768, 131072),
     batches: Sequence[int] = (1, 8, 32),
 ) -> dict[str, Any]:
-    """Run what is wanted and return the numbers, for `report` or as JSON. `main` says what the arguments mean.
+    """Run what is wanted and return the numbers, for `report` or as JSON. `__main__` says what the arguments mean.
 
     Raises:
         InputError: if the text is shorter than `context` tokens.
@@ -430,7 +341,7 @@ def run(
     transformers.logging.set_verbosity_error()
     return {
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": machine_name(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -448,51 +359,3 @@ def run(
         "quality": quality(source, context) if "quality" in wanted else [],
         "roofline": roofline(source, gpus, contexts, batches) if "roofline" in wanted else [],
     }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line, run, print the tables, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help=f"hub id, folder or GGUF file (default: {SMOLLM2})")
-    parser.add_argument("--context", type=int, default=8000, help="prompt tokens (default: %(default)s)")
-    parser.add_argument("--budget", type=int, default=2048, help="slots per KV head (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each method (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--only", choices=TABLES, help="run one of the tables")
-    parser.add_argument(
-        "--roofline",
-        nargs="+",
-        choices=sorted(GPUS),
-        metavar="GPU",
-        help=f"print the floors of a decode step on these GPUs ({', '.join(sorted(GPUS))}) and run nothing; --model is "
-        f"then a hub id, a folder, or {LLAMA_8B}, the default",
-    )
-    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768, 131072], help="of the roofline")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="of the roofline")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    args = parser.parse_args(arguments)
-    try:
-        result = run(
-            args.model,
-            args.context,
-            args.budget,
-            args.tokens,
-            args.rounds,
-            args.threads,
-            args.dtypes,
-            args.only,
-            args.roofline or (),
-            args.contexts,
-            args.batches,
-        )
-    except CKVError as error:
-        raise SystemExit(str(error)) from error
-    print(report(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,90 @@
+"""What stands in a row of a table: a method with its options, written as `ours:r_init=0.1,chunk_size=64`."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckv_compile.config import CKVConfig
+from ckv_compile.errors import ConfigError
+from ckv_compile.evaluation.ablations import VARIANTS
+from ckv_compile.evaluation.methods import FULL, METHODS, OURS, Method
+from ckv_compile.schedule import Schedule
+
+KNOWN: dict[str, Method] = METHODS | VARIANTS
+"""Every method by its name, the variants of chunked soft matching among them."""
+_PROTECTION = ("n_sink", "n_recent")
+OPTIONS = ("n_sink", "n_recent", "exact", "chunk_size", "r_init", "r_decay", "r_min", "max_context")
+"""Fields of `CKVConfig` that a whole run may have; the others say how the product reads, and not what it keeps."""
+
+
+class Candidate(NamedTuple):
+    """A method with the options that it alone has."""
+
+    label: str
+    method: str
+    options: Mapping[str, Any]  # fields of CKVConfig
+
+
+class Compression(NamedTuple):
+    """A candidate at a budget."""
+
+    candidate: Candidate
+    config: CKVConfig  # resolved
+
+    def plan(self, tokens: int) -> Schedule:
+        """How a prompt of so many tokens is compressed; a budget of all of them leaves it as it is."""
+        schedule = self.config.schedule
+        kept = tokens if self.candidate.method == FULL else schedule.settle(tokens, self.config.capacity)
+        return dataclasses.replace(schedule, budget=kept)
+
+
+def candidate(label: str) -> Candidate:
+    """Read `METHOD` or `METHOD:FIELD=VALUE,...`.
+
+    Fields are those of `CKVConfig` that say how a cache is compacted. Methods that are not of the product protect
+    `n_sink` and `n_recent` tokens, and have no others. An `interval` makes the product compact again while a text is
+    predicted; without one only the prompt is compressed.
+
+    Raises:
+        ConfigError: for a method or a field that there is not.
+    """
+    method, _, rest = label.partition(":")
+    if method not in KNOWN:
+        raise ConfigError(f"method {method!r}: choose among {', '.join(KNOWN)}")
+    allowed = _fields(method)
+    options = {}
+    for part in filter(None, rest.split(",")):
+        name, _, value = part.partition("=")
+        if name not in allowed:
+            raise ConfigError(f"{label!r}: {method} has no option {name!r}; it has {', '.join(allowed) or 'none'}")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value  # which CKVConfig judges
+    return Candidate(label, method, options)
+
+
+def compression(chosen: Candidate, slots: int, options: Mapping[str, Any]) -> Compression:
+    """A candidate that keeps so many slots, with the options of the whole run.
+
+    Raises:
+        ConfigError: for an option or a budget that the product refuses.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise ConfigError(
+                f"{name}={options[name]!r}: methods are compared after one exact prefill, with the options "
+                f"{', '.join(OPTIONS)}; an interval is one of the product alone, as in {OURS}:interval=64"
+            )
+    return Compression(
+        chosen, CKVConfig.from_options({"interval": 1} | dict(options) | dict(chosen.options) | {"budget": slots})
+    )
+
+
+def _fields(method: str) -> Sequence[str]:
+    if method == FULL:
+        return ()
+    if method == OURS or method in VARIANTS:
+        return [*OPTIONS[:-1], *(["interval"] if method == OURS else [])]
+    return _PROTECTION

@@ -1,0 +1,424 @@
+"""The page docs/results.md, from the outcomes under docs/results/.
+
+    python docs/results.py --write docs/results.md
+
+The page says what was measured and by which command; every number on it is computed here from those files, which are:
+
+    *.jsonl           outcomes of tasks and texts: ckv eval ... --out FILE; NAME.PEER.jsonl goes into the tables of
+                      NAME.jsonl
+    cost.json         python -m ckv_compile.evaluation.cost --json FILE
+    similarity.json   python demos/similarity.py --json FILE
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+from ckv_compile.evaluation.methods import FULL, OURS
+from ckv_compile.evaluation.outcomes import (
+    MEAN,
+    Outcome,
+    Row,
+    TextOutcome,
+    TextRow,
+    difference,
+    header_of,
+    summarise,
+    summarise_texts,
+)
+
+FOLDER = Path(__file__).parent / "results"
+PLOT = "quality.png"
+SEMANTIC = ("needle", "needle-essay", "multi-key", "variables")
+"""Tasks of the kinds on which the paper finds its method strongest: S-NIAH-1 and 2, MK-NIAH-1, VT."""
+PARTITIONS = ("csm", "csm-contiguous", "csm-random")
+
+NEAR = 0.05
+"""How far below the best is near it."""
+
+Budget = int | float | None
+
+
+class File(NamedTuple):
+    """A file of outcomes, or several of the same prompts."""
+
+    name: str
+    settings: dict[str, Any]
+    about: dict[str, Any]
+    tasks: list[Outcome]
+    texts: list[TextOutcome]
+
+
+class Claim(NamedTuple):
+    """What the paper says, and what was found here."""
+
+    paper: str
+    verdict: str  # reproduced, not reproduced, undecided, not measured, or not testable here
+    found: str
+
+
+def read(folder: Path) -> tuple[list[File], dict[str, Any]]:
+    """Read the outcomes of a folder, and its other numbers by the names of their files."""
+    files = []
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        header = header_of(path, lines)
+        found = [each for line in lines[1:] for each in json.loads(line)["outcomes"]]
+        files.append(
+            File(
+                path.name,
+                header["settings"],
+                header["about"],
+                [Outcome(**each) for each in found if "task" in each],
+                [TextOutcome(**each) for each in found if "text" in each],
+            )
+        )
+    return files, {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def joined(files: Sequence[File]) -> list[File]:
+    """Put files of the same prompts together, by their names until the first dot."""
+    runs: dict[str, File] = {}
+    for file in files:
+        name = file.name.partition(".")[0]
+        first = runs.get(name, file._replace(name=name, tasks=[], texts=[]))
+        runs[name] = first._replace(tasks=first.tasks + file.tasks, texts=first.texts + file.texts)
+    return list(runs.values())
+
+
+def page(folder: Path = FOLDER) -> str:
+    """The text of docs/results.md."""
+    files, numbers = read(folder)
+    runs = joined(files)
+    blocks = [
+        "# Results",
+        "Made by `python docs/results.py --write docs/results.md` from the files in `docs/results`; nothing here "
+        "is typed by hand. A budget is what is *kept*. Intervals are 95 %. [The guide](guide.md) says how to measure a "
+        "model of yours.",
+        "## What was run",
+        _table(["file", "model", "of what", "prompts or windows", "date", "hardware", "versions"], _runs(files)),
+        "## The paper's claims",
+        "CentroidKV (arXiv 2506.11418) reports results of 7B and 8B models on GPUs; a claim is reproduced here if the "
+        "small model of the table above shows it too.",
+        _table(["claim", "here", "found"], [list(claim) for claim in claims(runs, numbers)]),
+    ]
+    if runs:
+        blocks += [f"![Quality against budget](results/{PLOT})"]
+    for file in runs:
+        blocks += [f"## {_title(file)}", *(_tasks(file) if file.tasks else _texts(file))]
+    if "similarity" in numbers:
+        blocks += ["## Similarity of keys", *_similarity(numbers["similarity"])]
+    if "cost" in numbers:
+        blocks += ["## Cost of clustering", *_cost(numbers["cost"])]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _title(file: File) -> str:
+    return f"{'Tasks' if file.tasks else 'Texts'}: {file.name}"
+
+
+def _runs(files: Sequence[File]) -> Iterator[list[str]]:
+    for file in files:
+        settings, about = file.settings, file.about
+        if file.tasks:
+            prompts = {(each.task, each.length, each.depth, each.seed) for each in file.tasks}
+            seeds = [each.seed for each in file.tasks]
+            what = f"tasks of {', '.join(map(_length, sorted({each.length for each in file.tasks})))}, seeds "
+            what += f"{min(seeds)} to {max(seeds)}"
+        else:
+            prompts = {(each.text, each.window) for each in file.texts}
+            what = f"the last {settings['tokens']:,} of {settings['context']:,} tokens"
+        yield [
+            f"[{file.name}](results/{file.name})",
+            f"{settings['model']}, {settings['dtype']}",
+            what,
+            f"{len(prompts):,}",
+            about["date"],
+            f"{about['cpu']}, {about['threads']} threads",
+            f"torch {settings['torch']}, transformers {settings['transformers']}, Python {settings['python']}",
+        ]
+
+
+def _tasks(file: File) -> Iterator[str]:
+    rows = summarise(file.tasks)
+    tasks = [*dict.fromkeys(row.task for row in rows if row.task != MEAN)]
+    for length, protocol in dict.fromkeys((row.length, row.protocol) for row in rows):
+        own = [row for row in rows if (row.length, row.protocol) == (length, protocol)]
+        yield f"### {_length(length)}, question {protocol}"
+        silent = [row.task for row in own if row.method == FULL and not row.says_something]
+        if silent:
+            yield f"Not in the mean, since the full cache is below 70 % there: {', '.join(silent)}."
+        cells = {(row.method, row.budget, row.task): row for row in own}
+        table = [
+            [method, _kept(budget), *(_score(cells.get((method, budget, task)), task) for task in (MEAN, *tasks))]
+            for method, budget in dict.fromkeys((row.method, row.budget) for row in own)
+        ]
+        yield _table(["method", "kept", "mean", *tasks], table)
+
+
+def _score(row: Row | None, task: str) -> str:
+    if row is None:
+        return "-"
+    return f"**{row.score:.2f}** ({row.low:.2f} - {row.high:.2f})" if task == MEAN else f"{row.score:.2f}"
+
+
+def _texts(file: File) -> Iterator[str]:
+    rows = summarise_texts(file.texts)
+    texts = [*dict.fromkeys(row.text for row in rows)]
+    cells = {(row.method, row.budget, row.text): row for row in rows}
+    yield "KL to the full cache, in nats a token, and the perplexity of the real tokens."
+    table = [
+        [method, _kept(budget), *(_kl(cells[method, budget, text]) for text in texts)]
+        for method, budget in dict.fromkeys((row.method, row.budget) for row in rows)
+    ]
+    yield _table(["method", "kept", *("all texts" if text == MEAN else text for text in texts)], table)
+    long = [row for row in rows if row.text == texts[-1] and "interval=" in row.method]
+    if long:
+        parts = range(1, len(long[0].kl_parts) + 1)
+        yield f"KL as the predictions go on, in {len(parts)} equal parts, for {_text_name(texts[-1])}:"
+        table = [[row.method, _kept(row.budget), *(f"{part:.3f}" for part in row.kl_parts)] for row in long]
+        yield _table(["method", "kept", *map(str, parts)], table)
+
+
+def _text_name(text: str) -> str:
+    return "all texts" if text == MEAN else text
+
+
+def _kl(row: TextRow) -> str:
+    around = "" if row.high is None else f" ± {row.high - row.kl:.3f}"
+    return f"{max(0.0, row.kl):.3f}{around}, ppl {row.perplexity:.2f}"
+
+
+def _similarity(found: dict[str, Any]) -> Iterator[str]:
+    yield f"{found['model']}, {found['tokens']:,} tokens. Mean cosine of two keys by their distance, of all heads:"
+    table = [[name, *(f"{each:.3f}" for each in keys["mean"])] for name, keys in found["keys"].items()]
+    yield _table(["keys", *map(str, found["distances"])], table)
+    table = [[name, *(f"{each:.1%}" for each in keys["shares"].values())] for name, keys in found["keys"].items()]
+    yield _table(["keys", *next(iter(found["keys"].values()))["shares"]], table)
+
+
+def _cost(found: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"Milliseconds to bring the keys of one layer to {found['kept']:.0%}, medians of {found['rounds']} rounds in "
+        f"turn on {found['threads']} threads, and the line seconds = constant x length ^ slope through them."
+    )
+    table = [
+        [
+            row["method"],
+            *(f"{1e3 * each:.2f}" for each in row["seconds"]),
+            f"{row['slope']:.2f}",
+            f"{row['constant']:.1e}",
+        ]
+        for row in found["rows"]
+    ]
+    yield _table(["method", *(f"{length:,}" for length in found["lengths"]), "slope", "constant"], table)
+
+
+def claims(files: Sequence[File], numbers: dict[str, Any]) -> Iterator[Claim]:
+    """The paper's claims, each beside what was measured."""
+    yield _memory(files)
+    yield Claim(
+        "decoding is up to 1.92 times as fast", "not testable here", "it needs a GPU; `ckv bench` measures the CPU here"
+    )
+    yield Claim("serving in vLLM is up to 4 times as fast", "not testable here", "it needs a GPU")
+    yield _best_on_tasks(files, f"best or near best (within {NEAR}) on RULER at 25 % to 75 %", None)
+    yield _best_on_tasks(files, "especially on S-NIAH-1, S-NIAH-2, MK-NIAH-1 and VT", SEMANTIC)
+    yield Claim(
+        "best on LongBench's question answering and summaries", "not testable here", "a model of 135M parameters cannot"
+    )
+    yield _weak_on_strings(files)
+    yield _alternating(files)
+    yield _near(numbers)
+    yield _decay(numbers)
+    yield _linear(numbers)
+
+
+def _unmeasured(paper: str) -> Claim:
+    return Claim(paper, "not measured", "-")
+
+
+def _memory(files: Sequence[File]) -> Claim:
+    paper = "the cache takes up to 75 % less memory"
+    shapes = [file.settings["shape"] for file in files]
+    if not shapes:
+        return _unmeasured(paper)
+    token = 2 * shapes[0]["head_dim"] * shapes[0]["itemsize"]
+    saved = 1 - 0.25 * (token + 4) / token  # a slot has a degree of 4 bytes beside key and value
+    return Claim(paper, "reproduced", f"{saved:.1%} at a budget of 25 %, degrees included")
+
+
+def _best_on_tasks(files: Sequence[File], paper: str, only: Sequence[str] | None) -> Claim:
+    """Ours against the best other method of each file, budget and protocol, on the same prompts."""
+    found, differences = [], []
+    for file in files:
+        outcomes = [each for each in file.tasks if only is None or each.task in only]
+        means = [row for row in summarise(outcomes) if row.task == MEAN]
+        for mine in (row for row in means if row.method == OURS):
+            cell = (mine.length, mine.protocol, mine.budget)
+            others = [
+                row
+                for row in means
+                if (row.length, row.protocol, row.budget) == cell and not row.method.startswith((OURS, "csm"))
+            ]
+            if not others:
+                continue
+            best = max(others, key=lambda row: row.score)
+            gain, half = difference(*(_by_prompt(outcomes, method, cell) for method in (OURS, best.method)))
+            differences.append((gain + NEAR, half))
+            found.append(
+                f"{_kept(mine.budget)}, {_length(mine.length)}, {mine.protocol}: {mine.score:.2f}, "
+                f"{gain:+.2f} ± {half:.2f} to {best.method}"
+            )
+    if not found:
+        return _unmeasured(paper)
+    return Claim(paper, _verdict(differences), "; ".join(found))
+
+
+def _verdict(differences: Sequence[tuple[float, float]]) -> str:
+    """What differences, each with half of its interval, say of a claim that all of them are positive."""
+    if any(mean + half < 0 for mean, half in differences):
+        return "not reproduced"
+    return "reproduced" if all(mean - half > 0 for mean, half in differences) else "undecided: too few samples"
+
+
+def _by_prompt(outcomes: Sequence[Outcome], method: str, cell: tuple[int, str, Budget]) -> dict[Any, float]:
+    """The scores of a method by their prompts."""
+    return {
+        (each.task, each.depth, each.seed): each.score
+        for each in outcomes
+        if each.method == method and (each.length, each.protocol, each.budget) == cell
+    }
+
+
+def _weak_on_strings(files: Sequence[File]) -> Claim:
+    paper = "weak where random strings such as UUIDs must match exactly"
+    found, lost = [], []
+    for file in files:
+        own = [each for each in file.tasks if each.task == "uuid"]
+        cells = dict.fromkeys((each.length, each.protocol, each.budget) for each in own if each.method == OURS)
+        for length, protocol, budget in cells:
+            whole = _by_prompt(own, FULL, (length, protocol, None))
+            mean, half = difference(whole, _by_prompt(own, OURS, (length, protocol, budget)))
+            lost.append((mean, half))
+            found.append(f"{_kept(budget)}, {_length(length)}, {protocol}: {-mean:+.2f} ± {half:.2f} to the full cache")
+    return Claim(paper, _verdict(lost), "; ".join(found)) if found else _unmeasured(paper)
+
+
+def _alternating(files: Sequence[File]) -> Claim:
+    paper = "alternating is the best partition of a chunk"
+    found, differences = [], []
+    for file in files:
+        kls: dict[tuple[str, Budget], dict[Any, float]] = {}
+        for each in file.texts:
+            kls.setdefault((each.method, each.budget), {})[each.text, each.window] = each.kl
+        for budget in dict.fromkeys(budget for method, budget in kls if method == PARTITIONS[0]):
+            for other in PARTITIONS[1:]:
+                if (other, budget) in kls:
+                    more, half = difference(kls[other, budget], kls[PARTITIONS[0], budget])
+                    differences.append((more, half))
+                    found.append(f"{_kept(budget)}: KL of {other.removeprefix('csm-')} {more:+.3f} ± {half:.3f}")
+    return Claim(paper, _verdict(differences), "; ".join(found)) if found else _unmeasured(paper)
+
+
+def _near(numbers: dict[str, Any]) -> Claim:
+    paper = "keys near each other are alike"
+    if "similarity" not in numbers:
+        return _unmeasured(paper)
+    found = numbers["similarity"]
+    near, far = (found["keys"]["as cached"]["mean"][i] for i in (0, -1))
+    text = f"mean cosine {near:.2f} at distance {found['distances'][0]}, {far:.2f} at {found['distances'][-1]}"
+    return Claim(paper, "reproduced" if near > far else "not reproduced", text)
+
+
+def _decay(numbers: dict[str, Any]) -> Claim:
+    paper = "their cosine falls with the distance, monotonically and convexly"
+    if "similarity" not in numbers:
+        return _unmeasured(paper)
+    shares = numbers["similarity"]["keys"]["as cached"]["shares"]
+    text = f"falls in {shares['falls']:.0%} of the heads, convexly in {shares['convex']:.0%}"
+    return Claim(paper, "reproduced" if shares["convex"] > 0.5 else "not reproduced", text)
+
+
+def _linear(numbers: dict[str, Any]) -> Claim:
+    paper = "chunked soft matching costs O(n c d), less than K-means and all pairs"
+    if "cost" not in numbers:
+        return _unmeasured(paper)
+    mine, *others = numbers["cost"]["rows"]
+    least = all(mine["seconds"][-1] < row["seconds"][-1] and mine["slope"] < row["slope"] for row in others)
+    text = "; ".join(f"{row['method']}: n ^ {row['slope']:.2f}" for row in (mine, *others))
+    return Claim(paper, "reproduced" if least else "not reproduced", text)
+
+
+class Point(NamedTuple):
+    """What a method is worth at a budget."""
+
+    method: str
+    budget: Budget
+    value: float
+    low: float
+    high: float
+
+
+def draw(folder: Path = FOLDER) -> None:
+    """Draw quality against budget: the mean over tasks, and the KL of all texts, a line for every method."""
+    from matplotlib.figure import Figure
+
+    panels: list[tuple[str, str, list[Point]]] = []
+    for file in joined(read(folder)[0]):
+        means = [row for row in summarise(file.tasks) if row.task == MEAN]
+        for length, protocol in dict.fromkeys((row.length, row.protocol) for row in means):
+            own = [row for row in means if (row.length, row.protocol) == (length, protocol)]
+            points = [Point(row.method, row.budget, row.score, row.low, row.high) for row in own]
+            panels.append((f"{_length(length)}, question {protocol}", "mean score over tasks", points))
+        texts = summarise_texts(file.texts)
+        if texts:
+            last = [row for row in texts if row.text == texts[-1].text]
+            points = [Point(row.method, row.budget, row.kl, row.low or row.kl, row.high or row.kl) for row in last]
+            panels.append((f"{_title(file)}, {_text_name(last[0].text)}", "KL to the full cache", points))
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    for axes, (title, quantity, points) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for method in dict.fromkeys(point.method for point in points if point.method != FULL):
+            own_points = [point for point in points if point.method == method and isinstance(point.budget, float)]
+            own_points.sort(key=lambda point: point.budget)
+            shares = [100 * point.budget for point in own_points]
+            line = axes.plot(shares, [point.value for point in own_points], marker="o", label=method)
+            line[0].set_linewidth(2.5 if method == OURS else 1)
+            if method == OURS:  # those of the others are as wide, and would hide each other
+                bounds = zip(*((point.low, point.high) for point in own_points), strict=True)
+                axes.fill_between(shares, *bounds, alpha=0.1)
+        axes.set(xlabel="kept, %", ylabel=quantity, title=title)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    figure.savefig(folder / PLOT, dpi=80, metadata={"Software": None})
+
+
+def _length(length: int) -> str:
+    return f"{length:,} tokens" if length else "prompts of files"
+
+
+def _kept(budget: Budget) -> str:
+    return "all" if budget is None else f"{budget:,} slots" if isinstance(budget, int) else f"{100 * budget:g} %"
+
+
+def _table(heads: Sequence[str], rows: Iterator[list[str]] | list[list[str]]) -> str:
+    return tabulate(list(rows), headers=heads, tablefmt="github", disable_numparse=True)
+
+
+def main() -> None:
+    """Print the page, or write it and draw its picture."""
+    parser = argparse.ArgumentParser(description="The page of results, from the outcomes of runs.")
+    parser.add_argument("--write", type=Path, help="write the page to a file instead of printing it, and draw")
+    written = parser.parse_args().write
+    if written is None:
+        print(page(), end="")
+    else:
+        written.write_text(page(), encoding="utf-8")
+        draw()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""docs/results.md is what docs/results.py makes of the outcomes beside it, and says of claims what they show."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from ckv_compile.evaluation import cost
+from ckv_compile.evaluation.outcomes import Log, Outcome, TextOutcome
+
+DOCS = Path(__file__).parent.parent / "docs"
+SETTINGS = {
+    "model": "tiny",
+    "dtype": "float32",
+    "shape": {"kv_heads": 3, "head_dim": 64, "itemsize": 4},
+    "torch": "2",
+    "transformers": "5",
+    "python": "3",
+    "context": 100,
+    "tokens": 10,
+}
+ABOUT = {"date": "2026-01-02", "cpu": "a CPU", "threads": 1}
+
+
+@pytest.fixture
+def results(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("results")
+
+
+def written(folder, name, outcomes):
+    log = Log(folder / name, SETTINGS, ABOUT)
+    for i, each in enumerate(outcomes):
+        log.add([i], [each._asdict()])
+
+
+def asked(task, method, budget, scores):
+    return [Outcome(task, 900, 0.5, 10_000 + i, "after", method, budget, score, "") for i, score in enumerate(scores)]
+
+
+def predicted(method, kls):
+    return [TextOutcome("text", i, method, 0.5, 1.0, kl, 0.9, [kl] * 8) for i, kl in enumerate(kls)]
+
+
+def verdicts(results, folder):
+    files, numbers = results.read(folder)
+    return {claim.paper: claim for claim in results.claims(results.joined(files), numbers)}
+
+
+def claim(found, words):
+    (claim,) = [claim for paper, claim in found.items() if words in paper]
+    return claim
+
+
+def test_the_page_is_that_of_the_outcomes(results):
+    assert (DOCS / "results.md").read_text() == results.page(), "run `python docs/results.py --write docs/results.md`"
+    assert (DOCS / "results" / results.PLOT).stat().st_size < 300_000
+
+
+def test_nothing_is_said_of_what_was_not_measured(results, tmp_path):
+    assert {claim.verdict for claim in verdicts(results, tmp_path).values()} == {"not measured", "not testable here"}
+    assert "## Tasks" not in results.page(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"),
+    [
+        ([1.0] * 30, "reproduced"),
+        ([0.0] * 30, "not reproduced"),
+        ([1.0, 0.0] * 15, "not reproduced"),
+        ([1.0] * 27 + [0.0] * 3, "undecided: too few samples"),
+    ],
+    ids=["best", "nothing", "half", "near"],
+)
+def test_a_method_is_compared_with_the_best_other_one(ours, verdict, results, tmp_path):
+    full = asked("needle", "full", None, [1.0] * 30)
+    written(
+        tmp_path, "tasks.jsonl", full + asked("needle", "ours", 0.25, ours) + asked("needle", "h2o", 0.25, [0.1] * 30)
+    )
+    written(tmp_path, "tasks.peer.jsonl", asked("needle", "peer", 0.25, [1.0] * 30))
+    found = verdicts(results, tmp_path)
+    for words in ("RULER", "S-NIAH-1"):
+        assert claim(found, words).verdict == verdict
+        assert "to peer" in claim(found, words).found
+    page = results.page(tmp_path)
+    assert "| peer | 25 %" in " ".join(page.split())
+    assert page.count("### 900 tokens, question after") == 1
+
+
+def test_claims_on_strings_memory_and_partitions(results, tmp_path):
+    strings = asked("uuid", "full", None, [1.0] * 9) + asked("uuid", "ours", 0.25, [0.0] * 8 + [1.0])
+    written(tmp_path, "tasks.jsonl", strings)
+    kls = {"csm": [0.1, 0.2, 0.3], "csm-contiguous": [0.3, 0.4, 0.5], "csm-random": [0.2, 0.3, 0.35]}
+    written(tmp_path, "texts.jsonl", [each for method, found in kls.items() for each in predicted(method, found)])
+    found = verdicts(results, tmp_path)
+    assert claim(found, "UUIDs")[1:] == ("reproduced", "25 %, 900 tokens, after: -0.89 ± 0.26 to the full cache")
+    assert claim(found, "less memory")[1:] == ("reproduced", "74.8% at a budget of 25 %, degrees included")
+    assert claim(found, "partition")[1] == "reproduced"
+    assert "50 %: KL of contiguous +0.200 ± 0.000" in claim(found, "partition").found
+    results.draw(tmp_path)
+    assert (tmp_path / results.PLOT).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_cost_of_clustering_is_measured_and_judged(results, tmp_path, capsys):
+    cost.main(["--lengths", "64", "128", "--rounds", "1", "--json", str(tmp_path / "cost.json")])
+    assert "| all pairs" in capsys.readouterr().out
+    measured = json.loads((tmp_path / "cost.json").read_text())
+    assert [len(row["seconds"]) for row in measured["rows"]] == [2, 2, 2]
+    for row, slope in zip(measured["rows"], (1.0, 2.0, 2.1), strict=True):
+        row |= {"slope": slope, "seconds": [slope, slope]}
+    (tmp_path / "cost.json").write_text(json.dumps(measured))
+    assert claim(verdicts(results, tmp_path), "O(n c d)").verdict == "reproduced"
+    assert "## Cost of clustering" in results.page(tmp_path)
