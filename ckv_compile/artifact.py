@@ -545,8 +545,9 @@ def _check_program(stored: StoredProgram, name: str, table: _Table, rows: int | 
 def _arguments(node: Node) -> dict[str, Any]:
     """What one of our operators is called with, by the names in its schema; numbers alone."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    schema = node.target._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema}  # which a stored graph leaves out
+    given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
     return {name: value for name, value in given.items() if isinstance(value, int | float)}
 
 
