@@ -1,5 +1,7 @@
 """The batched form of chunked soft matching against the oracle, row by row."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -236,3 +238,93 @@ def test_no_round_is_the_identity() -> None:
     rows = random_rows(2, 30, 4, seed=9)
     for old, new in zip(rows, clustering.compress(*rows, (), plan(1, 1, 4)), strict=True):
         assert torch.equal(old, new)
+
+
+def random_queries(rows: int, dim: int, seed: int) -> Tensor:
+    """[R, 2, D] in float64: means and mean squares of the queries of three heads."""
+    q = torch.randn(3 * rows, 9, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    clustering.observe_(queries := torch.zeros(rows, 2, dim, dtype=torch.float64), q + 0.5, scale=0.3)
+    return queries
+
+
+@settings(deadline=None)
+@given(
+    slots=st.integers(12, 70),
+    exact=st.integers(1, 9),
+    dim=st.sampled_from([1, 3, 8]),
+    most=st.sampled_from([1, 9, 10**6]),
+    seed=st.integers(0, 2**16),
+)
+def test_exact_slots_equal_the_reference(slots: int, exact: int, dim: int, most: int, seed: int) -> None:
+    schedule = dataclasses.replace(plan(2, 1, 8), n_exact=exact)
+    rows, queries = random_rows(2, slots, dim, seed, most), random_queries(2, dim, seed)
+    worth = clustering.worth(*rows, queries, schedule)
+    for choose in ("set_apart", "exchange"):
+        found = getattr(clustering, choose)(*rows, queries, schedule)
+        for r, known in enumerate(queries):
+            row, means = Row(*(part[r] for part in rows)), reference.Queries(*known)
+            expected = reference.worth_row(row, means, schedule)
+            torch.testing.assert_close(worth[r], expected, rtol=0, atol=1e-9)
+            gap = expected.sort().values.diff()[-exact - 1 : -exact + 1 or None]
+            if bool((gap > 1e-8).all()):  # rounding does not decide
+                kept = getattr(reference, choose)(row, means, schedule)
+                assert all(torch.equal(part[r], mine) for part, mine in zip(found, kept, strict=True))
+
+
+@pytest.mark.parametrize("choose", ["set_apart", "exchange"])
+def test_choosing_exact_slots_moves_whole_slots_of_the_middle_alone(choose: str) -> None:
+    schedule = dataclasses.replace(plan(3, 5, 8), n_exact=11)
+    rows, queries = random_rows(4, 60, 6, seed=1), random_queries(4, 6, seed=2)
+    keys, values, degree = getattr(clustering, choose)(*rows, queries, schedule)
+    best = clustering.worth(*rows, queries, schedule).topk(11).indices.sort().values + 3
+    for r in range(4):
+        order = [int((rows[0][r] == key).all(dim=-1).nonzero()) for key in keys[r]]
+        assert sorted(order) == list(range(60))
+        assert torch.equal(values[r], rows[1][r][order])
+        assert torch.equal(degree[r], rows[2][r][order])
+        assert order[:3] + order[-5:] == [0, 1, 2, *range(55, 60)]
+        assert sorted(order[3:14]) == best[r].tolist()
+        if choose == "set_apart":
+            assert order[3:14] == sorted(order[3:14])
+            assert order[14:] == sorted(order[14:])
+        else:
+            moved = [slot for slot, old in enumerate(order) if slot != old]
+            assert all(order[order[slot]] == slot for slot in moved), "in pairs"
+            assert all((slot < 14) != (order[slot] < 14) for slot in moved), "each over the end of the front"
+
+
+def test_of_slots_that_are_all_alike_the_first_are_exact() -> None:
+    schedule = dataclasses.replace(plan(2, 3, 8), n_exact=6)
+    keys, degree = torch.ones(2, 30, 4), torch.ones(2, 30)
+    values = torch.arange(30.0)[None, :, None].sign().expand(2, 30, 4).contiguous()
+    marked = torch.arange(30.0).expand(2, 30).contiguous() + 1  # degrees, which say where a slot was
+    worth = clustering.worth(keys, values, degree, torch.zeros(2, 2, 4), schedule)
+    assert bool((worth == worth[:, :1]).all())
+    assert torch.equal(clustering.exchange(keys, values, marked, torch.zeros(2, 2, 4), schedule)[2], marked)
+
+
+def test_what_stands_out_is_worth_most() -> None:
+    """A key unlike all others, a value unlike all others, and a key that queries look for."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 80, 8, dtype=torch.float64, generator=generator) * 0.1 + 1.0
+    schedule, queries = plan(4, 8, 8), torch.zeros(1, 2, 8, dtype=torch.float64)
+    queries[0, 0, 2] = queries[0, 1, 2] = 1.0
+    keys[0, 20, 3:] *= -1.0
+    values[0, 40] *= -1.0
+    keys[0, 60, 2] = 3.0
+    worth = clustering.worth(keys, values, torch.ones(1, 80), queries, schedule)[0]
+    ordinary = [i for i in range(len(worth)) if all(abs(i + 4 - slot) > 6 for slot in (20, 40, 60))]
+    assert float(worth[ordinary].max()) < min(float(worth[slot - 4]) for slot in (20, 40, 60))
+
+
+@settings(deadline=None, max_examples=30)
+@given(turns=st.lists(st.integers(1, 7), min_size=1, max_size=5), seed=st.integers(0, 2**16))
+def test_queries_run_on_however_they_come(turns: list[int], seed: int) -> None:
+    q = torch.randn(6, sum(turns), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    queries = torch.zeros(2, 2, 5, dtype=torch.float64)
+    for part in q.split(turns, dim=1):
+        clustering.observe_(queries, part, 0.7)
+    for head, found in enumerate(queries):
+        zero = reference.Queries(*torch.zeros(2, 5, dtype=torch.float64))
+        expected = reference.observe(zero, q[3 * head : 3 * head + 3], 0.7)
+        torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-13)
