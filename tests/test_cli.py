@@ -151,7 +151,7 @@ def test_generate_prints_one_json_document(tiny, compiled):
     document = json.loads(result.stdout)
     assert document["text"] == answer(compiled, f"<system> w5 <end> <user> {words(90)} <end> <assistant>", 10)
     assert (document["prompt_tokens"], document["tokens"], document["budget"]) == (96, 10, 64)
-    assert document["cache_bytes"] == 3 * 3 * (64 + 8) * (2 * 8 * 4 + 4)
+    assert document["cache_bytes"] == 3 * 3 * ((64 + 8) * (2 * 8 * 4 + 4) + 2 * 8 * 4)
     assert document["seed"] is None
 
 
@@ -181,7 +181,7 @@ def test_a_chat_reads_only_what_is_new_and_can_be_kept(compiled, loaded, tmp_pat
     read = [line for line in result.stderr.splitlines() if "tokens read" in line]
     assert [int(line.split()[0]) for line in read] == [9, 6, 6]
     stats = [line for line in result.stderr.splitlines() if "slots" in line]
-    assert stats[0] == stats[2] == "5 messages, 25 tokens in 25 of 72 slots, 44.1 KB"
+    assert stats[0] == stats[2] == "5 messages, 25 tokens in 25 of 72 slots, 44.6 KB"
     assert stats[1].startswith("1 messages, 0 tokens in 0 of 72 slots")
 
 
@@ -375,11 +375,12 @@ def test_inspect_counts_layers_passes_and_bytes(tmp_path):
         "insert_compaction": 1,
     }
     ring, slot, token = 2 * 3 * 20 * 2 * 16 * 4, 3 * (2 * 16 * 4 + 4), 3 * 2 * 16 * 4
+    means = 3 * 2 * 16 * 4  # of queries
     assert document["row_bytes"] == [
         {
             "context": 512,
             "full": 512 * token + 2 * 19 * token,
-            "budgets": {"25%": ring + (128 + 8) * slot, "100 slots": ring + (100 + 8) * slot},
+            "budgets": {name: ring + (slots + 8) * slot + means for name, slots in (("25%", 128), ("100 slots", 100))},
         }
     ]
 
@@ -431,7 +432,7 @@ def test_export_writes_an_artifact_that_generates_the_same(compiled, artifact):
 def test_inspect_reads_an_artifact(artifact):
     folder, document = artifact
     assert json.loads(ckv("inspect", folder, "--json").stdout) == document
-    assert document["row_bytes"] == 3 * 3 * (64 + 8) * (2 * 8 * 4 + 4)
+    assert document["row_bytes"] == 3 * 3 * ((64 + 8) * (2 * 8 * 4 + 4) + 2 * 8 * 4)
     table = ckv("inspect", folder).stdout
     assert "insert_cached_attention" in table
     assert "model.safetensors" in table
