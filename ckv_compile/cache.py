@@ -263,8 +263,8 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         """Take the new tokens of one layer of an original model, and return them: they attend to each other first.
 
         In a forward that the backend "ckv" compiles, it makes the attention that follows one over the cache. In one
-        that is not compiled no mask reaches it, so padding must show in the positions, as `generate` passes them; nor do
-        queries, so the exact slots of such a prompt are chosen without them.
+        that is not compiled no mask reaches it, so padding must show in the positions, as `generate` passes them; nor
+        do queries, so the exact slots of such a prompt are chosen without them.
 
         Args:
             key_states: [B, Hkv, S, D].

@@ -69,11 +69,16 @@ def set_apart(
         queries: [R, 2, D] float32 or float64.
         schedule: what is protected, and how many slots are exact.
     """
+    return _gathered(keys, values, degree, apart_order(keys, values, degree, queries, schedule))
+
+
+def apart_order(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule) -> Tensor:
+    """The slots [R, n] int64 of every row in the order of `set_apart`, which has the same arguments."""
     exact = _exact(keys, values, degree, queries, schedule)
     first = torch.full_like(exact[:, :1], True).expand(-1, schedule.n_sink)
     behind = torch.full_like(exact[:, :1], False).expand(-1, schedule.n_recent)
     front = torch.cat([first, exact, behind], dim=1)  # [R, n]
-    return _gathered(keys, values, degree, front.sort(dim=1, descending=True, stable=True).indices)
+    return front.sort(dim=1, descending=True, stable=True).indices
 
 
 def exchange(

@@ -80,30 +80,33 @@ def find_clusters(model: ckv_compile.CKVForCausalLM, ids: Tensor, layer: int) ->
     output = model(ids)
     state = output.get("cache", output.get("past_key_values")).state
     degree = state.degree[0, :, :, : int(state.fill)]
-    clusters = memberships(exact_keys(model, ids)[layer], model.ckv_config)
+    clusters = memberships(exact_state(model, ids), layer, model.ckv_config)
     if not torch.equal(clusters.degree, degree[layer]):
         raise RuntimeError(f"the slots found for layer {layer} do not have the degrees of the cache")
     return clusters, degree
 
 
 @torch.no_grad()
-def exact_keys(model: ckv_compile.CKVForCausalLM, ids: Tensor) -> Tensor:
-    """Keys [L, Hkv, S, D] of a prompt [1, S] before any round: by the same graph, with room for every token."""
-    tokens = ids.shape[1]
-    state = CacheState.allocate(model.cache_shape, tokens + 1, batch_size=1)
+def exact_state(model: ckv_compile.CKVForCausalLM, ids: Tensor) -> CacheState:
+    """The state after a prompt [1, S] before any round: by the same graph, with room for every token."""
+    state = CacheState.allocate(model.cache_shape, ids.shape[1] + 1, batch_size=1)
     model.graph(ids, *state)
-    return state.keys[0, :, :, :tokens]
+    return state
 
 
-def memberships(keys: Tensor, config: ckv_compile.CKVConfig) -> Clusters:
-    """Run the rounds of a prefill on the keys of a layer [Hkv, S, D], with one-hot values, D tokens at a time."""
+def memberships(state: CacheState, layer: int, config: ckv_compile.CKVConfig) -> Clusters:
+    """Compress a layer as a prefill does, then its keys with one-hot values, D tokens at a time."""
+    keys, values, degree = (part[0, layer, :, :-1] for part in state[:3])  # [Hkv, S, D], [Hkv, S]
     heads, tokens, dim = keys.shape
     rounds = config.schedule.rounds(tokens) if tokens >= config.capacity else ()
-    one_hot = F.pad(torch.eye(tokens), (0, -tokens % dim))
+    order = torch.arange(tokens).expand(heads, -1)  # [Hkv, S]
+    if rounds and config.schedule.n_exact:
+        order = clustering.apart_order(keys, values, degree, state.queries[0, layer], config.schedule)
+    keys = keys.gather(1, order[:, :, None].expand(-1, -1, dim))
+    one_hot = F.pad(torch.eye(tokens), (0, -tokens % dim))[order]  # [Hkv, S, S and some]
     shares = []
-    for some in one_hot.split(dim, dim=1):  # values have the size of keys
-        values = some.expand(heads, tokens, dim)
-        _, mean, degree = clustering.compress(keys, values, torch.ones(heads, tokens), rounds, config.schedule)
+    for some in one_hot.split(dim, dim=2):  # values have the size of keys
+        _, mean, degree = clustering.compress(keys, some, torch.ones(heads, tokens), rounds, config.schedule)
         shares.append(mean * degree[:, :, None])
     member = torch.cat(shares, dim=2)[:, :, :tokens].round()  # [Hkv, n, S] 1 where a token is in a slot
     if not (member.sum(dim=1) == 1).all():

@@ -176,7 +176,7 @@ def test_the_slots_found_hold_the_means_of_their_tokens(clusters, ours, prompt):
     found, degrees = clusters.find_clusters(ours, ids, layer=1)
     assert degrees.shape == (3, 3, 110)
     assert (degrees.sum(dim=-1) == 300).all()
-    exact, state = clusters.exact_keys(ours, ids)[1], cache_of(ours(ids)).state
+    exact, state = clusters.exact_state(ours, ids).keys[0, 1, :, :-1], cache_of(ours(ids)).state
     for head in range(3):
         member = torch.nn.functional.one_hot(found.slot[head], 110).double()  # [S, n]
         assert torch.equal(member.sum(dim=0), degrees[1, head].double())
@@ -185,8 +185,9 @@ def test_the_slots_found_hold_the_means_of_their_tokens(clusters, ours, prompt):
 
 
 def test_slots_that_are_not_those_of_the_cache_are_refused(clusters, ours, monkeypatch, prompt):
-    keys = clusters.exact_keys(ours, prompt(300))
-    monkeypatch.setattr(clusters, "exact_keys", lambda model, ids: keys.flip(-2))
+    state = clusters.exact_state(ours, prompt(300))
+    state.keys[:, :, :, :-1] = state.keys[:, :, :, :-1].flip(3)
+    monkeypatch.setattr(clusters, "exact_state", lambda model, ids: state)
     with pytest.raises(RuntimeError, match="layer 1 do not have the degrees of the cache"):
         clusters.find_clusters(ours, prompt(300), layer=1)
 

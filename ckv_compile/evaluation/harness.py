@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from transformers import PreTrainedModel
 
 from ckv_compile.cache import CacheState
+from ckv_compile.clustering import observe_
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, InputError
 from ckv_compile.evaluation.candidates import KNOWN, Candidate, Compression, compression
@@ -116,8 +117,12 @@ class Reader:
                     for i in members:
                         _fill_ring(rows[i], index, layer)
                     continue
-                for i, slots in zip(members, KNOWN[method](layer, [plans[i] for i in members]), strict=True):
+                made = KNOWN[method](layer, [plans[i] for i in members])
+                queries = rows[members[0]].queries[0, index]
+                observe_(queries, layer.q, layer.scale)
+                for i, slots in zip(members, made, strict=True):
                     count = slots.degree.shape[1]
+                    rows[i].queries[0, index] = queries
                     for target, source in zip(rows[i][:3], slots, strict=True):
                         target[0, index, :, :count] = source
 
