@@ -20,6 +20,7 @@ SETTINGS = {
     "context": 100,
     "tokens": 10,
 }
+PAPER = "ours:exact=0.0"
 ABOUT = {"date": "2026-01-02", "cpu": "a CPU", "threads": 1}
 
 
@@ -76,7 +77,7 @@ def test_nothing_is_said_of_what_was_not_measured(results, tmp_path):
 def test_a_method_is_compared_with_the_best_other_one(ours, verdict, results, tmp_path):
     full = asked("needle", "full", None, [1.0] * 30)
     written(
-        tmp_path, "tasks.jsonl", full + asked("needle", "ours", 0.25, ours) + asked("needle", "h2o", 0.25, [0.1] * 30)
+        tmp_path, "tasks.jsonl", full + asked("needle", PAPER, 0.25, ours) + asked("needle", "h2o", 0.25, [0.1] * 30)
     )
     written(tmp_path, "tasks.peer.jsonl", asked("needle", "peer", 0.25, [1.0] * 30))
     found = verdicts(results, tmp_path)
@@ -88,8 +89,19 @@ def test_a_method_is_compared_with_the_best_other_one(ours, verdict, results, tm
     assert page.count("### 900 tokens, question after") == 1
 
 
+def test_the_default_stands_beside_the_best_other_method(results, tmp_path):
+    scores = {"ours": 0.9, "tova": 0.5, "ours:exact=0.5": 1.0}
+    asked_of = [each for method, score in scores.items() for each in asked("needle", method, 0.5, [score] * 30)]
+    written(tmp_path, "tasks.jsonl", asked("needle", "full", None, [1.0] * 30) + asked_of)
+    kls = {"ours": [0.1, 0.2, 0.3], "tova": [0.2, 0.3, 0.4], "h2o": [0.5, 0.5, 0.5]}
+    written(tmp_path, "texts.jsonl", [each for method, found in kls.items() for each in predicted(method, found)])
+    page = " ".join(results.page(tmp_path).split())
+    assert "| score, 900 tokens, question after | 50 % | 0.90 | tova | 0.50 | +0.40 ± 0.00 |" in page
+    assert "| 50 % | 0.200 | tova | 0.300 | -0.100 ± 0.000 |" in page
+
+
 def test_claims_on_strings_memory_and_partitions(results, tmp_path):
-    strings = asked("uuid", "full", None, [1.0] * 9) + asked("uuid", "ours", 0.25, [0.0] * 8 + [1.0])
+    strings = asked("uuid", "full", None, [1.0] * 9) + asked("uuid", PAPER, 0.25, [0.0] * 8 + [1.0])
     written(tmp_path, "tasks.jsonl", strings)
     kls = {"csm": [0.1, 0.2, 0.3], "csm-contiguous": [0.3, 0.4, 0.5], "csm-random": [0.2, 0.3, 0.35]}
     written(tmp_path, "texts.jsonl", [each for method, found in kls.items() for each in predicted(method, found)])
