@@ -110,7 +110,7 @@ def page(folder: Path = FOLDER) -> str:
         _table(["claim", "here", "found"], [list(claim) for claim in claims(runs, numbers)]),
         "## The default against the best other method",
         "Of each cell, ours with its exact slots against the method that is best there, chosen after the fact. A score "
-        "is a mean over tasks (more is better), KL one over texts (less is better); differences are on the same prompts "
+        "is a mean over tasks (more is better), KL one over texts (less is better); differences are on equal prompts "
         "or windows.",
         _table(["what", "kept", "ours", "best other", "", "difference"], _duels(runs)),
     ]
