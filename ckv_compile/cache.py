@@ -39,7 +39,7 @@ class CacheState(NamedTuple):
     keys: Tensor  # [B, L, Hkv, C, D] model dtype; slots, in sequence order
     values: Tensor  # [B, L, Hkv, C, D] model dtype
     degree: Tensor  # [B, L, Hkv, C] float32; tokens a slot stands for, 0 = empty
-    queries: Tensor  # [B, L, Hkv, 2, D] float32; running means of scale * q and its square, over recent queries
+    queries: Tensor  # [B, L, Hkv, 2, D] float32, or wider; running means of scale * q and its square
     fill: Tensor  # [B] int64; used slots, the same in every layer and head
     active: Tensor  # [B] bool; rows that take tokens: a finished row of a batch is left as it is
     position: Tensor  # [B] int64; tokens seen, which RoPE uses

@@ -1,13 +1,19 @@
 """Processes that are asked over a pipe, and the adapters of peers as far as they go without their environments."""
 
+import importlib
+import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from ckv_compile import peers
+from ckv_compile import cli, peers
 from ckv_compile.errors import PeerError
-from ckv_compile.peers import Worker, command_of, kvpress
+from ckv_compile.evaluation import presses
+from ckv_compile.evaluation.tasks import Prompt, Sample
+from ckv_compile.peers import Worker, command_of
 
 FOLDER = Path(peers.__file__).parent
 PROMPT = {"model": "none", "context": [1, 2, 3], "question": [4], "tokens": 2, "protocol": "inside"}
@@ -78,7 +84,60 @@ def test_a_missing_environment_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "ROOT", tmp_path)
     assert command_of("kvpress") is None
     with pytest.raises(PeerError, match="kvpress is not installed: make peers"):
-        next(kvpress([{"do": "predict"}]))
+        presses.Presses("smollm2", MODEL, None, ["keydiff"], [0.5])
+
+
+class Told:
+    """Stands in for a process of kvpress, and keeps what it was asked."""
+
+    def __init__(self, command):
+        self.asked = []
+
+    def ask(self, do, **job):
+        self.asked.append((do, job))
+        if do == "evaluate":
+            return {"replies": [[7, 9] if name == "keydiff" else [8, 9] for name, _ in job["compressions"]]}
+        return {"qualities": [{"perplexity": math.e**2, "kl": 0.25, "agreement": 0.5} for _ in job["compressions"]]}
+
+
+class Words:
+    """A tokenizer whose last token ends a reply."""
+
+    eos_token_id = 9
+
+    def decode(self, tokens, **options):
+        return " ".join(map(str, tokens))
+
+
+MODEL = SimpleNamespace(
+    dtype=torch.float32, device=torch.device("cpu"), generation_config=SimpleNamespace(eos_token_id=9)
+)
+
+
+def test_presses_get_the_prompts_and_slots_of_our_own_methods(monkeypatch):
+    monkeypatch.setattr(presses, "command_of", lambda peer: [peer])
+    monkeypatch.setattr(presses, "Worker", Told)
+    monkeypatch.setattr(presses, "path_of", lambda source: source)
+    asked = presses.Presses("a-model", MODEL, Words(), ["keydiff", "tova"], [0.5, 3])
+    prompt = Prompt("needle", 10, 0.5, 1, Sample([1] * 7, [2] * 3, ("7",), 5))
+    found = list(asked.replies(prompt, ("inside", "after")))
+    assert [(each.protocol, each.method, each.budget, each.score, each.reply) for each in found[:4]] == [
+        ("inside", "kvpress:keydiff", 0.5, 1.0, "7"),
+        ("inside", "kvpress:keydiff", 3, 1.0, "7"),
+        ("inside", "kvpress:tova", 0.5, 0.0, "8"),
+        ("inside", "kvpress:tova", 3, 0.0, "8"),
+    ]
+    assert [each.protocol for each in found[4:]] == ["after"] * 4
+    do, job = asked._worker.asked[1]
+    kept = [("keydiff", 5), ("keydiff", 3), ("tova", 5), ("tova", 3)]  # of all ten tokens, in both protocols
+    assert (do, job["protocol"], job["tokens"], job["compressions"]) == ("evaluate", "after", 5, kept)
+    (first, *_) = asked.predictions("text", 2, torch.ones(1, 10, dtype=torch.int64), 4)
+    assert (first.method, first.window, first.nll, first.kl) == ("kvpress:keydiff", 2, pytest.approx(2.0), 0.25)
+
+
+def test_the_command_line_knows_all_presses(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    assert tuple(importlib.import_module("kvpress_adapter").PRESSES) == cli.PRESSES
 
 
 def test_the_environments_are_those_of_the_makefile(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,28 +85,3 @@ def command_of(peer: str) -> list[str] | None:
     if not (folder / "ready").exists():
         return None
     return [str(folder / "bin" / "python"), str(Path(__file__).with_name(f"{peer}_adapter.py"))]
-
-
-def kvpress(jobs: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Ask kvpress, in one process that keeps its model.
-
-        model = str(ckv_compile.loading.path_of("smollm2"))
-        job = {"do": "evaluate", "model": model, "context": [...], "question": [...], "tokens": 16, "protocol": "after",
-               "compressions": [("keydiff", 256), ("snapkv", 256), ("full", 0)]}
-        for result in kvpress([job]): result["replies"]
-
-    Args:
-        jobs: those of `kvpress_adapter.Adapter.evaluate` and `predict`, whose methods are named by "do".
-
-    Yields:
-        The result of each job.
-
-    Raises:
-        PeerError: if kvpress is not installed, or a job fails; with the reason.
-    """
-    command = command_of("kvpress")
-    if command is None:
-        raise PeerError(f"kvpress is {NOT_INSTALLED}")
-    with Worker(command) as worker:
-        for job in jobs:
-            yield worker.ask(**job)
