@@ -5,8 +5,8 @@
 `ckv::cached_attention` appends a step's keys and values to one layer of the clustered cache, takes its queries into
 their running means, and attends;
 `ckv::window_attention` does so for a layer with a sliding window, whose last tokens are kept exactly; `ckv::compact_`
-closes the step for all layers. These three change the tensors of `CacheState` in place, and their schemas say so;
-so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself.
+closes the step for all layers of a group. These three change the tensors of `CacheState` in place, and their schemas
+say so; so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself.
 
 Batch row b of every argument belongs to batch row b of the state; a row that is not active is left as it is. Of several
 new tokens, the first `padding[b]` of a row are skipped.
@@ -57,18 +57,20 @@ _library.define(
 )
 _library.define(
     "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor queries, Tensor(d!) fill, Tensor active, "
-    f"Tensor(e!) position, SymInt tokens, {_PLAN}, Tensor? padding=None) -> ()",
+    f"Tensor(e!)? position, SymInt tokens, {_PLAN}, Tensor? padding=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "update(Tensor k, Tensor v, Tensor keys, Tensor values, Tensor degree, Tensor queries, Tensor fill, "
-    "Tensor active, Tensor position, Tensor window_keys, Tensor window_values, int layer, bool windowed, "
+    "Tensor active, Tensor position, Tensor window_keys, Tensor window_values, Tensor light_keys, "
+    "Tensor light_values, Tensor light_degree, Tensor light_queries, Tensor light_fill, int layer, str group, "
     f"{_PLAN}) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor queries, Tensor fill, "
-    "Tensor active, Tensor position, Tensor(d!) window_keys, Tensor(e!) window_values, int layer, bool windowed, "
+    "Tensor active, Tensor position, Tensor(d!) window_keys, Tensor(e!) window_values, Tensor(f!) light_keys, "
+    "Tensor(g!) light_values, Tensor(h!) light_degree, Tensor light_queries, Tensor light_fill, int layer, str group, "
     f"{_PLAN}, Tensor? padding=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -209,8 +211,13 @@ def _append_(
     position: Tensor,
     window_keys: Tensor,
     window_values: Tensor,
-    layer: int,  # of its kind
-    windowed: bool,
+    light_keys: Tensor,
+    light_values: Tensor,
+    light_degree: Tensor,
+    light_queries: Tensor,
+    light_fill: Tensor,
+    layer: int,  # of its group
+    group: str,  # see cache.Group
     budget: int,
     n_sink: int,
     n_recent: int,
@@ -222,15 +229,17 @@ def _append_(
     padding: Tensor | None = None,  # [B]
 ) -> None:
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
-    for b, count, skip in _rows(position if windowed else fill, active, padding, k.shape[2]):
+    counts = {"main": fill, "light": light_fill, "window": position}[group]
+    for b, count, skip in _rows(counts, active, padding, k.shape[2]):
         if skip == k.shape[2]:
             continue
         new = (k[b, :, skip:], v[b, :, skip:])
-        if windowed:
+        if group == "window":
             _append_to_ring(*new, window_keys[b, layer], window_values[b, layer], count)
         else:
-            slots = (keys[b, layer], values[b, layer], degree[b, layer])
-            _append(*new, *slots, queries[b, layer], count, schedule)
+            main, light = (keys, values, degree, queries), (light_keys, light_values, light_degree, light_queries)
+            keys_, values_, degree_, queries_ = (part[b, layer] for part in (light if group == "light" else main))
+            _append(*new, keys_, values_, degree_, queries_, count, schedule)
 
 
 def _append_fake(*_: object, **__: object) -> None:
@@ -486,7 +495,7 @@ def _compact(
     queries: Tensor,
     fill: Tensor,
     active: Tensor,
-    position: Tensor,
+    position: Tensor | None,  # None: another group of the state counts it
     tokens: int,
     budget: int,
     n_sink: int,
@@ -504,7 +513,9 @@ def _compact(
     if tokens == 1 and layers and _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 
-        compaction.compact(keys, values, degree, queries, fill, position, active, schedule)
+        # The kernel counts both; where another group counts the position, it counts one that nobody reads.
+        seen = torch.empty_like(fill) if position is None else position
+        compaction.compact(keys, values, degree, queries, fill, seen, active, schedule)
         return
     taken = (tokens if padding is None else tokens - padding) * active
     total = fill + taken
@@ -515,7 +526,8 @@ def _compact(
                 chosen = clustering.exchange(*slots, queries[b, layer], schedule) if n_exact else slots
                 _store(clustering.compress(*chosen, (capacity - budget,), schedule), *slots)
     fill.copy_(torch.where(total < capacity, total, budget))
-    position += taken
+    if position is not None:
+        position += taken
 
 
 def _compact_fake(*_: object, **__: object) -> None:

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from ckv_compile.cache import CacheShape, CacheState, ClusteredCache, cache_of
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import CKVError, UnsupportedModelError
+from ckv_compile.schedule import GroupPlan, Plans
 
 MOST_TOKENS = 2**31
 """A context that fits at this length counts as one without an end."""
@@ -92,11 +93,12 @@ class Footprint(NamedTuple):
         return self.activations * min(context, chunk or context)
 
 
-def row_bytes(shape: CacheShape, slots: int) -> int:
-    """Bytes of one row of a clustered cache, without allocating it."""
-    state = CacheState.allocate(shape._replace(device=torch.device("meta")), slots, batch_size=1)
-    plan = CKVConfig(budget=MOST_TOKENS).schedule  # any: bytes do not depend on it
-    return ClusteredCache(shape, plan, state).nbytes()
+def row_bytes(shape: CacheShape, slots: int, light_slots: int = 0) -> int:
+    """Bytes of one row of a clustered cache of so many slots in a layer, and in a light one, without allocating it."""
+    schedule = CKVConfig(budget=MOST_TOKENS).schedule  # any: bytes do not depend on it
+    plans = Plans(GroupPlan(schedule, slots), GroupPlan(schedule, light_slots))
+    state = CacheState.allocate(shape._replace(device=torch.device("meta")), slots, 1, light_slots)
+    return ClusteredCache(shape, plans, state).nbytes()
 
 
 def measure(config: PreTrainedConfig, dtype: torch.dtype) -> Footprint:

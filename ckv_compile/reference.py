@@ -5,12 +5,13 @@ Written to be read beside the paper (CentroidKV, arXiv 2506.11418), not to be fa
 file. All of it also runs in float64.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ckv_compile.schedule import Schedule
+from ckv_compile.schedule import GroupPlan, Plans, Schedule
 
 RECENT = 256
 """Tokens over which the means of the queries run."""
@@ -252,11 +253,20 @@ class CacheRows:
     `ckv::compact_`. A row that has no free slot left at the end of a step is brought to the budget: by annealed rounds
     after several tokens, by one round after one; before that, its exact slots are chosen. `windows` holds the last
     tokens of the layers with a window, `queries` what is known of those of the other layers.
+
+    Args:
+        schedule: how a row is compacted.
+        capacity: slots of a row.
+        light: both, of a row of a light layer.
+        light_layers: which layers those are, of the ones without a window.
     """
 
-    def __init__(self, schedule: Schedule, capacity: int) -> None:
-        self.schedule = schedule
-        self.capacity = capacity
+    def __init__(
+        self, schedule: Schedule, capacity: int, light: GroupPlan | None = None, light_layers: Collection[int] = ()
+    ) -> None:
+        main = GroupPlan(schedule, capacity)
+        self.light_layers = light_layers
+        self.plans = Plans(main, light or main)
         self.rows: dict[tuple[int, int, int], Row] = {}
         self.windows: dict[tuple[int, int, int], Row] = {}
         self.queries: dict[tuple[int, int, int], Queries] = {}
@@ -300,13 +310,14 @@ class CacheRows:
     def finish_step(self, tokens: int) -> None:
         """Advance the positions by `tokens` and compact the rows that are full."""
         for key, row in self.rows.items():
+            schedule, capacity = self.plans.light if key[1] in self.light_layers else self.plans.main
             slots = row.keys.shape[0]
-            if slots < self.capacity:
+            if slots < capacity:
                 continue
-            if self.schedule.n_exact:
+            if schedule.n_exact:
                 choose = exchange if tokens == 1 else set_apart
-                row = choose(row, self.queries[key], self.schedule)
-            rounds = (slots - self.schedule.budget,) if tokens == 1 else self.schedule.rounds(slots)
-            self.rows[key] = compress_row(row, rounds, self.schedule)
+                row = choose(row, self.queries[key], schedule)
+            rounds = (slots - schedule.budget,) if tokens == 1 else schedule.rounds(slots)
+            self.rows[key] = compress_row(row, rounds, schedule)
         for b in {b for b, _, _ in (*self.rows, *self.windows)}:
             self.position[b] = self.position.get(b, 0) + tokens

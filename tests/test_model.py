@@ -113,6 +113,27 @@ def test_with_compaction_the_model_equals_a_run_of_the_reference(family, compile
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+def test_with_light_layers_the_model_equals_a_run_of_the_reference(compile, prompt):
+    model = tiny_model().double()
+    light = {"light_layers": [0, 2], "light_share": 0.6}
+    ours = ckv_compile.transform(model, compile=compile, **(SMALL | light))
+    found = generate(ours, prompt(100), 44)
+    expected, rows = reference_logits(model, ours.ckv_config, prompt(100), 44)
+    torch.testing.assert_close(torch.stack(found.logits), expected.float(), atol=1e-5, rtol=1e-5)
+    state, (main, light) = cache_of(found).state, ours.ckv_config.plans(3)
+    assert (light.schedule.budget, main.schedule.budget) == (24, 72)  # 40 in the mean
+    for layer, (slots, index) in enumerate([(state.light, 0), (state.main, 0), (state.light, 1)]):
+        for head in range(3):
+            row, used = rows.rows[0, layer, head], int(slots[4])
+            assert row.keys.shape[0] == used
+            torch.testing.assert_close(slots[0][0, index, head, :used], row.keys, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(slots[2][0, index, head, :used], row.degree)
+    even = ckv_compile.transform(model, compile="eager", **SMALL)
+    assert ours.new_cache().nbytes() == even.new_cache().nbytes()
+
+
+@torch.no_grad()
 def test_the_path_that_ships_equals_the_reference_in_float32(prompt):
     """C++ attention, reductions for linears, Inductor: with random keys far enough apart to rank alike in float32."""
     assert cpu.is_available(torch.float32)

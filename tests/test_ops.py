@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from conftest import needs_kernel
 from torch import Tensor
 
 from ckv_compile import ops
-from ckv_compile.cache import CacheShape, CacheState
+from ckv_compile.cache import CacheShape, CacheState, Group
 from ckv_compile.ops import append_, attention, cached_attention, compact_, window_attention
 from ckv_compile.reference import CacheRows, Row, compress_row
 from ckv_compile.schedule import Schedule
@@ -166,9 +166,11 @@ def test_opcheck(dtype: torch.dtype, dim: int, steps: int) -> None:
         arguments = (q, k, v, ring, ring.clone(), state.position, state.active, 1, SCALE, *extra)
         torch.library.opcheck(window_attention, arguments)
     torch.library.opcheck(compact_, (*state[:7], steps, *PLAN))
-    for windowed in (False, True):
-        rings = (torch.zeros(2, LAYERS, KV_HEADS, 7, dim, dtype=dtype),) * 2
-        arguments = (k, v, *state[:7], rings[0], rings[1].clone(), 1, windowed, *PLAN, torch.tensor([0, steps - 1]))
+    torch.library.opcheck(compact_, (*state[:6], None, steps, *PLAN))
+    shape = CacheShape(LAYERS, KV_HEADS, dim, dtype, torch.device("cpu"), 7, LAYERS, KV_HEADS, dim, LAYERS)
+    for group in get_args(Group):
+        others = CacheState.allocate(shape, 1, 2, CAPACITY)[7:]
+        arguments = (k, v, *state[:7], *others, 1, group, *PLAN, torch.tensor([0, steps - 1]))
         torch.library.opcheck(append_, arguments)
 
 
@@ -374,22 +376,24 @@ def test_garbage_past_fill_is_never_read() -> None:
 
 
 @pytest.mark.parametrize("steps", [3, 40])
-@pytest.mark.parametrize("windowed", [False, True], ids=["clustered", "window"])
-def test_padding_is_skipped_bit_for_bit(steps: int, windowed: bool) -> None:
+@pytest.mark.parametrize("group", get_args(Group))
+def test_padding_is_skipped_bit_for_bit(steps: int, group: Group) -> None:
     """A row behind padding gets and leaves what it does alone; `append_` leaves the same state."""
-    shape = CacheShape(LAYERS, KV_HEADS, 8, torch.float32, torch.device("cpu"), 7, LAYERS, KV_HEADS, 8)
-    batch, alone, appended = (CacheState.allocate(shape, CAPACITY, 2) for _ in range(3))
+    shape = CacheShape(LAYERS, KV_HEADS, 8, torch.float32, torch.device("cpu"), 7, LAYERS, KV_HEADS, 8, LAYERS)
+    batch, alone, appended = (CacheState.allocate(shape, CAPACITY, 2, CAPACITY) for _ in range(3))
     q, k, v = (part[0] for part in random_turn(2, steps, 8, torch.float32, seed=0))
     pads = torch.tensor([2, 0])
     q[0, :, :2] = k[0, :, :2] = v[0, :, :2] = torch.nan
 
     def attend(state: CacheState, tokens: Sequence[Tensor], padding: Tensor | None) -> Tensor:
-        if windowed:
+        if group == "window":
             ring = (state.window_keys, state.window_values, state.position, state.active)
             out = window_attention(*tokens, *ring, 1, SCALE, None, 0.0, padding)
         else:
-            out = cached_attention(*tokens, *state[:6], 1, SCALE, None, 0.0, *PLAN, padding)
-        compact_(*state[:7], tokens[0].shape[2], *PLAN, padding)
+            slots = state.light if group == "light" else state.main
+            out = cached_attention(*tokens, *slots, 1, SCALE, None, 0.0, *PLAN, padding)
+        compact_(*state.light, None, tokens[0].shape[2], *PLAN, padding)
+        compact_(*state.main, state.position, tokens[0].shape[2], *PLAN, padding)
         return out
 
     out = attend(batch, (q, k, v), pads)
@@ -397,11 +401,12 @@ def test_padding_is_skipped_bit_for_bit(steps: int, windowed: bool) -> None:
     for b, pad in enumerate(pads.tolist()):
         rows = [part[b : b + 1, :, pad:] for part in (q, k, v)]
         assert torch.equal(attend(alone.row(b), rows, None), out[b : b + 1, :, pad:])
-    append_(k, v, *appended, 1, windowed, *PLAN, pads)
-    compact_(*appended[:7], steps, *PLAN, pads)
+    append_(k, v, *appended, 1, group, *PLAN, pads)
+    compact_(*appended.light, None, steps, *PLAN, pads)
+    compact_(*appended.main, appended.position, steps, *PLAN, pads)
     for name, found in batch._asdict().items():
         assert torch.equal(found, getattr(alone, name)), name
-        if name != "queries":  # which `append_` does not see
+        if "queries" not in name:  # which `append_` does not see
             assert torch.equal(found, getattr(appended, name)), name
 
 

@@ -20,12 +20,13 @@ from torch.fx import GraphModule
 from ckv_compile.cache import CacheShape, CacheState
 from ckv_compile.capture import capture, reexport
 from ckv_compile.config import CKVConfig
-from ckv_compile.errors import PassError
+from ckv_compile.errors import ConfigError, PassError
 from ckv_compile.graph import attention_arguments, table_limits
 from ckv_compile.ops import attention, cached_attention, compact_, window_attention
 from ckv_compile.pipeline import run_passes
 
-SCHEDULE = CKVConfig(budget=64, interval=8, n_recent=8).schedule
+KINDS = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+PLANS = CKVConfig(budget=64, interval=8, n_recent=8).plans(layers=2)
 aten = torch.ops.aten
 
 
@@ -401,7 +402,7 @@ def rewritten_graph() -> tuple[GraphModule, CacheShape]:
     graph = capture(tiny_model())
     canonicalize_attention(graph, layers=3)
     shape = cache_shape(graph)
-    insert_cached_attention(graph, SCHEDULE)
+    insert_cached_attention(graph, PLANS)
     graph.recompile()
     return graph, shape
 
@@ -449,8 +450,8 @@ def test_layers_with_and_without_a_window_are_two_groups_of_the_cache():
     canonicalize_attention(graph, layers=3)
     shape = cache_shape(graph)
     assert shape[:3] == (1, 3, 16)
-    assert shape[5:] == (20, 2, 3, 16)
-    insert_cached_attention(graph, SCHEDULE)
+    assert shape[5:] == (20, 2, 3, 16, 0)
+    insert_cached_attention(graph, PLANS)
     targets = [node.target for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
     assert targets == [window_attention, cached_attention, window_attention]
     assert [node.args[7] for node in graph.graph.nodes if node.target is window_attention] == [0, 1]
@@ -521,19 +522,45 @@ def test_slice_logits_refuses_an_output_that_is_no_linear_head():
 def test_attention_that_is_not_canonical_gets_no_cache():
     graph = capture(tiny_model())
     with pytest.raises(PassError, match="expected the canonical form of canonicalize_attention"):
-        insert_cached_attention(graph, SCHEDULE)
+        insert_cached_attention(graph, PLANS)
     with pytest.raises(PassError, match="ckv::attention nodes, found none"):
-        insert_cached_attention(trace(Handwritten()), SCHEDULE)
+        insert_cached_attention(trace(Handwritten()), PLANS)
+
+
+def test_light_layers_are_a_group_of_their_own():
+    graph = capture(tiny_model("gemma3", head_dim=16, sliding_window=20, num_hidden_layers=4, layer_types=KINDS))
+    canonicalize_attention(graph, layers=4)
+    shape, plans = cache_shape(graph, (2,)), CKVConfig(budget=400, light_layers=(2,), light_share=0.3).plans(3)
+    assert (shape.layers, shape.light_layers, shape.window_layers) == (2, 1, 1)
+    insert_cached_attention(graph, plans, (2,))
+    calls = [node for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
+    assert [node.args[3].name for node in calls] == ["keys", "window_keys", "light_keys", "keys"]
+    assert [node.kwargs.get("budget") for node in calls] == [540, None, 120, 540]
+    assert [node.args[9 if node.target is cached_attention else 7] for node in calls] == [0, 0, 0, 1]
+    assert insert_compaction(graph, plans) == 2
+    light, main = (node for node in graph.graph.nodes if node.target is compact_)
+    assert [node.args[0].name for node in (light, main)] == ["light_keys", "keys"]
+    assert (light.args[6], main.args[6].name) == (None, "position")  # counted once
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"), [(4, r"4 is no layer of this model, whose layers are 0 to 3"), (1, "has a sliding window")]
+)
+def test_layers_that_cannot_be_light_are_refused(layer, message):
+    graph = capture(tiny_model("gemma3", head_dim=16, sliding_window=20, num_hidden_layers=4, layer_types=KINDS))
+    canonicalize_attention(graph, layers=4)
+    with pytest.raises(ConfigError, match=message):
+        cache_shape(graph, (layer,))
 
 
 def test_compaction_without_a_cache_is_refused():
     with pytest.raises(PassError, match=r"attention nodes with a cache before it, found none"):
-        insert_compaction(capture(tiny_model()), SCHEDULE)
+        insert_compaction(capture(tiny_model()), PLANS)
 
 
 def test_compaction_closes_the_step():
     graph, _ = rewritten_graph()
-    assert insert_compaction(graph, SCHEDULE) == 1
+    assert insert_compaction(graph, PLANS) == 1
     *_, last, output = graph.graph.nodes
     assert last.target is compact_
     assert output.op == "output"
@@ -592,7 +619,7 @@ def test_each_pass_logs_one_line_and_dumps_its_graph(tmp_path: Path, monkeypatch
 def test_the_decode_graph_is_static_and_holds_one_op_a_layer():
     graph, shape = rewritten_graph()
     slice_logits(graph)
-    insert_compaction(graph, SCHEDULE)
+    insert_compaction(graph, PLANS)
     graph.recompile()
     decode = reexport(graph, torch.zeros(2, 1, dtype=torch.int64), CacheState.allocate(shape, 72, 2))
     assert count(decode, cached_attention) == 3
