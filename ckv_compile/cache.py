@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ckv_compile.errors import InputError
-from ckv_compile.reference import accumulator_dtype
+from ckv_compile.reference import LAST, accumulator_dtype
 from ckv_compile.schedule import Schedule
 
 _OWNER = "_ckv_cache"
@@ -20,6 +20,7 @@ class CacheShape(NamedTuple):
 
     layers: int
     kv_heads: int
+    group: int  # query heads of a KV head of a clustered layer
     head_dim: int
     dtype: torch.dtype
     device: torch.device
@@ -40,6 +41,7 @@ class CacheState(NamedTuple):
     values: Tensor  # [B, L, Hkv, C, D] model dtype
     degree: Tensor  # [B, L, Hkv, C] float32; tokens a slot stands for, 0 = empty
     queries: Tensor  # [B, L, Hkv, 2, D] float32, or wider; running means of scale * q and its square
+    last_queries: Tensor  # [B, L, Hkv, LAST, G, D] model dtype; scale * q of the token at position p in place p % LAST
     fill: Tensor  # [B] int64; used slots, the same in every layer and head
     active: Tensor  # [B] bool; rows that take tokens: a finished row of a batch is left as it is
     position: Tensor  # [B] int64; tokens seen, which RoPE uses
@@ -57,6 +59,9 @@ class CacheState(NamedTuple):
             degree=torch.zeros(slots, dtype=torch.float32, device=shape.device),
             queries=torch.zeros(
                 *slots[:3], 2, shape.head_dim, dtype=accumulator_dtype(shape.dtype), device=shape.device
+            ),
+            last_queries=torch.zeros(
+                *slots[:3], LAST, shape.group, shape.head_dim, dtype=shape.dtype, device=shape.device
             ),
             fill=torch.zeros(batch_size, dtype=torch.int64, device=shape.device),
             active=torch.ones(batch_size, dtype=torch.bool, device=shape.device),
@@ -174,9 +179,9 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         return [False]
 
     def nbytes(self) -> int:
-        """Bytes held by keys, values, degrees and query means of the clustered layers, and by the sliding windows."""
+        """Bytes held by keys, values, degrees and what is known of queries, and by the sliding windows."""
         state = self.state
-        clustered = (state.keys, state.values, state.degree, state.queries)
+        clustered = (state.keys, state.values, state.degree, state.queries, state.last_queries)
         return sum(tensor.nbytes for tensor in (*clustered, state.window_keys, state.window_values))
 
     def reset(self) -> None:
@@ -213,7 +218,7 @@ class ClusteredCache(Cache):  # type: ignore[misc]
 
         That is all of them until the first compaction, and `n_recent` and what came after the last compaction from then
         on. A sliding window cannot be taken back once it has moved: the tokens that left it are gone. What queries have
-        left in their running means stays there.
+        left in their running means stays there, and the last queries stay until others take their places.
 
         Args:
             tokens_to_remove: minus the number of tokens, as in transformers.
@@ -298,7 +303,7 @@ class ClusteredCache(Cache):  # type: ignore[misc]
             )
             if layer_idx == len(self.windowed) - 1:
                 steps = key_states.shape[2]
-                torch.ops.ckv.compact_(*self.state[:7], steps, *self._plan, self._padding)
+                torch.ops.ckv.compact_(*self.state[:8], steps, *self._plan, self._padding)
                 self.columns += steps
                 self.broken = False
         return key_states, value_states

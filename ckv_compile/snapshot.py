@@ -15,7 +15,7 @@ from ckv_compile.cache import CacheShape, CacheState, ClusteredCache
 from ckv_compile.errors import InputError
 from ckv_compile.schedule import Schedule
 
-FORMAT = "ckv_compile cache 2"
+FORMAT = "ckv_compile cache 3"
 _SLOTS = ("keys", "values", "degree")
 
 

@@ -58,7 +58,7 @@ def insert_cached_attention(graph: GraphModule, schedule: Schedule) -> int:
                 ring = (state.window_keys, state.window_values, state.position, state.active)
                 cached = call(window_attention, (*tokens, *ring, windowed, *rest), skip)
             else:
-                cached = call(cached_attention, (*tokens, *state[:6], clustered, *rest), plan | skip)
+                cached = call(cached_attention, (*tokens, *state[:8], clustered, *rest), plan | skip)
         windowed, clustered = windowed + (given.window > 0), clustered + (given.window == 0)
         cached.meta = dict(node.meta)
         node.replace_all_uses_with(cached)
@@ -95,27 +95,28 @@ def cache_shape(graph: GraphModule) -> CacheShape:
     """Read what the cache must hold from a graph of canonical attentions.
 
     Raises:
-        PassError: if layers of a kind differ in KV heads, head size or window, or layers in dtype.
+        PassError: if layers of a kind differ in heads, head size or window, or layers in dtype.
     """
-    groups: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+    groups: dict[bool, list[tuple[int, int, int, int]]] = {False: [], True: []}
     sites = _sites(graph)
     for node in sites:
         given = attention_arguments(node)
         key = tensor_meta(given.k)  # and value: of one head size in the canonical form
         group = groups[given.window > 0]
-        group.append((int(key.shape[1]), int(key.shape[3]), given.window))
+        heads = int(tensor_meta(given.q).shape[1])
+        group.append((heads, int(key.shape[1]), int(key.shape[3]), given.window))
         if group[-1] != group[0]:
-            expected = "{} KV heads of size {} and a window of {}, as in the first layer of the kind".format(*group[0])
-            raise fault(node, expected, "{}, {} and {}".format(*group[-1]))
+            expected = "{} query and {} KV heads of size {} and a window of {}, as in the first layer of the kind"
+            raise fault(node, expected.format(*group[0]), "{}, {}, {} and {}".format(*group[-1]))
         if key.dtype != (dtype := tensor_meta(attention_arguments(sites[0]).k).dtype):
             raise fault(node, f"the dtype of the first layer, {dtype}", f"{key.dtype}")
     first = tensor_meta(attention_arguments(sites[0]).k)
     clustered, windowed = groups[False], groups[True]
-    kv_heads, head_dim, _ = (clustered or windowed)[0]
-    shape = CacheShape(len(clustered), kv_heads, head_dim, first.dtype, first.device)
+    heads, kv_heads, head_dim, _ = (clustered or windowed)[0]
+    shape = CacheShape(len(clustered), kv_heads, heads // kv_heads, head_dim, first.dtype, first.device)
     if not windowed:
         return shape
-    kv_heads, head_dim, window = windowed[0]
+    _, kv_heads, head_dim, window = windowed[0]
     return shape._replace(
         window=window, window_layers=len(windowed), window_kv_heads=kv_heads, window_head_dim=head_dim
     )

@@ -24,5 +24,5 @@ def insert_compaction(graph: GraphModule, schedule: Schedule) -> int:
     plan = dataclasses.asdict(schedule) | ({"padding": padding} if padding else {})
     with graph.graph.inserting_before(output):
         steps = graph.graph.call_function(torch.ops.aten.sym_size.int, (sites[0].args[0], 2))
-        graph.graph.call_function(compact_, (*state_inputs(graph)[:7], steps), plan)
+        graph.graph.call_function(compact_, (*state_inputs(graph)[:8], steps), plan)
     return 1

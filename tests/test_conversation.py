@@ -145,7 +145,7 @@ def test_files_that_do_not_fit_are_refused(prompt, tmp_path):
     with pytest.raises(ckv_compile.InputError, match="no whole safetensors file"):
         ours.load_cache(file)
     save_file({"keys": torch.zeros(1)}, file)
-    with pytest.raises(ckv_compile.InputError, match="holds None, not 'ckv_compile cache 2'"):
+    with pytest.raises(ckv_compile.InputError, match="holds None, not 'ckv_compile cache 3'"):
         ours.load_cache(file)
     damaged = {"keys": lambda t: t[0, 0], "fill": lambda t: t + 100, "degree": lambda t: t.double(), "position": None}
     for name, change in damaged.items():

@@ -410,7 +410,7 @@ def test_cached_attention_takes_the_state_and_its_layer_index():
     graph, _ = rewritten_graph()
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     assert names == ["input_ids", *CacheState._fields]
-    assert [node.args[9] for node in graph.graph.nodes if node.target is cached_attention] == [0, 1, 2]
+    assert [node.args[11] for node in graph.graph.nodes if node.target is cached_attention] == [0, 1, 2]
     assert count(graph, attention) == 0
 
 
@@ -537,7 +537,7 @@ def test_compaction_closes_the_step():
     *_, last, output = graph.graph.nodes
     assert last.target is compact_
     assert output.op == "output"
-    assert [node.name for node in last.args[:7]] == list(CacheState._fields[:7])
+    assert [node.name for node in last.args[:8]] == list(CacheState._fields[:8])
 
 
 # ---------------------------------------------------------------------------------------------------- reduce_linear

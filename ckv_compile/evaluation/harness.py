@@ -118,11 +118,11 @@ class Reader:
                         _fill_ring(rows[i], index, layer)
                     continue
                 made = KNOWN[method](layer, [plans[i] for i in members])
-                queries = rows[members[0]].queries[0, index]
-                observe_(queries, layer.q, layer.scale)
+                queries, last = (part[0, index] for part in rows[members[0]][3:5])
+                observe_(queries, last, layer.q, layer.scale, position=0)
                 for i, slots in zip(members, made, strict=True):
                     count = slots.degree.shape[1]
-                    rows[i].queries[0, index] = queries
+                    rows[i].queries[0, index], rows[i].last_queries[0, index] = queries, last
                     for target, source in zip(rows[i][:3], slots, strict=True):
                         target[0, index, :, :count] = source
 
