@@ -143,8 +143,8 @@ def _cached_attention(
     padding: Tensor | None = None,  # [B]
 ) -> Tensor:
     if q.shape[2] == 1:
-        slots = (keys, values, degree, queries, last_queries, fill, active, position)
-        return _decode(q, k, v, *slots, layer, scale, softcap, sinks)
+        state = (keys, values, degree, queries, last_queries, fill, active, position)
+        return _decode(q, k, v, *state, layer, scale, softcap, sinks)
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     out, seen = _empty_output(q), position.tolist()
     for b, used, skip in _rows(fill, active, padding, q.shape[2]):
@@ -174,8 +174,8 @@ def _window_attention(
     padding: Tensor | None = None,  # [B]
 ) -> Tensor:
     if q.shape[2] == 1:
-        ring = (keys, values, None, None, None, position, active, None)
-        return _decode(q, k, v, *ring, layer, scale, softcap, sinks)
+        state = (keys, values, None, None, None, position, active, None)
+        return _decode(q, k, v, *state, layer, scale, softcap, sinks)
     out, window = _empty_output(q), keys.shape[3]
     for b, seen, skip in _rows(position, active, padding, q.shape[2]):
         out[b, :, :skip] = 0.0
@@ -291,8 +291,8 @@ def _decode(
     sinks: Tensor | None,
 ) -> Tensor:
     """One new token per row. With nothing but keys and values the slots are a ring: `fill` counts the tokens seen."""
-    slots = (keys, values, degree, queries, last_queries, fill, active, position)
-    arguments = (q, k, v, *slots, layer, scale, softcap, sinks)
+    state = (keys, values, degree, queries, last_queries, fill, active, position)
+    arguments = (q, k, v, *state, layer, scale, softcap, sinks)
     if _has_triton(q.device):
         from ckv_compile.kernels import attention  # Triton is there where CUDA is
 

@@ -42,7 +42,8 @@ class Row(NamedTuple):
 
 class Queries(NamedTuple):
     """What is known of the recent queries q of a KV head: running means of s = scale * q and of its square, and the
-    last s themselves, that of the token at position p in place p % LAST."""
+    last s themselves, that of the token at position p in place p % LAST.
+    """
 
     mean: Tensor  # [D]
     square: Tensor  # [D]

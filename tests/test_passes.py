@@ -426,21 +426,21 @@ def test_positions_come_from_the_state(prompt):
     torch.testing.assert_close(graph(ids, *moved)[0], model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_layers_of_different_shapes_are_refused():
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (2, 2)], ids=["KV heads", "query heads"])
+def test_layers_of_different_shapes_are_refused(heads, kv_heads):
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = OneLayer(4, 2, is_causal=True, enable_gqa=True), OneLayer(4, 1, is_causal=True)
-            self.two.call["enable_gqa"] = True
+            self.one = OneLayer(4, 2, is_causal=True, enable_gqa=True)
+            self.two = OneLayer(heads, kv_heads, is_causal=True, enable_gqa=True)
 
         def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
             return self.one(input_ids, position_ids) + self.two(input_ids, position_ids)
 
     graph = trace(Two())
     canonicalize_attention(graph, layers=2)
-    with pytest.raises(
-        PassError, match=r"module two: expected 2 KV heads of size 8 and a window of 0, .* found 1, 8 and 0"
-    ):
+    expected = "module two: expected 4 query and 2 KV heads of size 8 and a window of 0"
+    with pytest.raises(PassError, match=rf"{expected}, .* found {heads}, {kv_heads}, \d+ and 0"):
         cache_shape(graph)
 
 
@@ -448,7 +448,7 @@ def test_layers_with_and_without_a_window_are_two_groups_of_the_cache():
     graph = capture(tiny_model("gemma3", head_dim=16, sliding_window=20))
     canonicalize_attention(graph, layers=3)
     shape = cache_shape(graph)
-    assert shape[:3] == (1, 3, 16)
+    assert shape[:4] == (1, 3, 2, 16)
     assert shape[5:] == (20, 2, 3, 16)
     insert_cached_attention(graph, SCHEDULE)
     targets = [node.target for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
@@ -467,7 +467,7 @@ def test_two_sizes_of_windows_are_refused():
 
     graph = trace(Two())
     canonicalize_attention(graph)
-    with pytest.raises(PassError, match=r"module two: expected .* a window of 40, .* found 2, 8 and 50"):
+    with pytest.raises(PassError, match=r"module two: expected .* a window of 40, .* found 4, 2, 8 and 50"):
         cache_shape(graph)
 
 

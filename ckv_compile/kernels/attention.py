@@ -108,8 +108,9 @@ def decode_attention(
 ) -> Tensor:
     """Appends one token to every active row of one layer, and attends over all slots used so far.
 
-    Nothing waits for the device: `fill`, `active` and `position` are read there. The time follows the fill, not the capacity.
-    The result of a row has the same bits whatever its neighbours hold, given the number of splits (see `splits`).
+    Nothing waits for the device: `fill`, `active` and `position` are read there. The time follows the fill, not the
+    capacity. The result of a row has the same bits whatever its neighbours hold, given the number of splits (see
+    `splits`).
 
     Args:
         q: queries [B, H, 1, D]; D is a multiple of 8, at most 256.
@@ -176,8 +177,8 @@ def decode_attention(
         )
     _check_scores(q, heads, softcap, sinks)
     parts = splits(batch * kv_heads, capacity, multiprocessors(q.device))
-    slots = (keys, values, degree, queries, last_queries, fill, active, position)
-    return _decode(q, k, v, *slots, layer, scale, softcap, sinks, parts)
+    state = (keys, values, degree, queries, last_queries, fill, active, position)
+    return _decode(q, k, v, *state, layer, scale, softcap, sinks, parts)
 
 
 def _decode(

@@ -88,7 +88,7 @@ def attend_blocks(itemsize: int) -> Blocks:
     """Return the tiles of the attend kernel, which walks the columns of a head `d` at a time, as *match* does."""
     if itemsize == 4:
         return Blocks(64, 16, num_warps=8, num_stages=2)
-    return Blocks(64, 64, num_warps=4, num_stages=2)
+    return Blocks(32, 32, num_warps=4, num_stages=3)
 
 
 def check(dtype: torch.dtype, head_dim: int, schedule: Schedule) -> None:

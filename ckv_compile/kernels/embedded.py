@@ -40,9 +40,9 @@ def cached_attention(
     n_exact: int = 0,
 ) -> Tensor:
     """`ckv::cached_attention` of one token a row."""
-    slots = (keys, values, degree, queries, last_queries, fill, active, position)
+    state = (keys, values, degree, queries, last_queries, fill, active, position)
     with in_graph():
-        return attention.decode_attention(q, k, v, *slots, layer, scale, softcap, sinks)
+        return attention.decode_attention(q, k, v, *state, layer, scale, softcap, sinks)
 
 
 @torch.library.triton_op("ckv_triton::window_attention", mutates_args={"keys", "values"})
@@ -60,9 +60,9 @@ def window_attention(
     softcap: float,
 ) -> Tensor:
     """`ckv::window_attention` of one token a row."""
-    ring = (keys, values, None, None, None, position, active, None)
+    state = (keys, values, None, None, None, position, active, None)
     with in_graph():
-        return attention.decode_attention(q, k, v, *ring, layer, scale, softcap, sinks)
+        return attention.decode_attention(q, k, v, *state, layer, scale, softcap, sinks)
 
 
 @torch.library.triton_op("ckv_triton::compact_", mutates_args={"keys", "values", "degree", "fill", "position"})
