@@ -141,7 +141,7 @@ def test_the_cache_is_exactly_budget_plus_interval_slots_and_never_grows(prompt)
     _, ours = pair("llama", "eager", **SMALL)
     cache = cache_of(generate(ours, prompt(100), 70))
     slots = SMALL["budget"] + SMALL["interval"]
-    # layers x KV heads x (slots x (K and V of 8 floats each, and a degree), two means of queries, the last 8 of 2 heads)
+    # layers x KV heads x (slots x (K and V of 8 floats each, and a degree), and 2 means and 8 * 2 last ones of queries)
     assert cache.nbytes() == 3 * 3 * (slots * (2 * 8 * 4 + 4) + 2 * 8 * 4 + 8 * 2 * 8 * 4)
     assert cache.state.keys.shape == (1, 3, 3, slots, 8)
 
