@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ckv_compile.errors import InputError
-from ckv_compile.reference import accumulator_dtype
+from ckv_compile.reference import LAST, accumulator_dtype
 from ckv_compile.schedule import Plans
 
 Group = Literal["main", "light", "window"]
@@ -22,6 +22,7 @@ class CacheShape(NamedTuple):
 
     layers: int  # of the main group
     kv_heads: int
+    group: int  # query heads of a KV head of a clustered layer
     head_dim: int
     dtype: torch.dtype
     device: torch.device
@@ -43,6 +44,7 @@ class CacheState(NamedTuple):
     values: Tensor  # [B, L, Hkv, C, D] model dtype
     degree: Tensor  # [B, L, Hkv, C] float32; tokens a slot stands for, 0 = empty
     queries: Tensor  # [B, L, Hkv, 2, D] float32, or wider; running means of scale * q and its square
+    last_queries: Tensor  # [B, L, Hkv, LAST, G, D] model dtype; scale * q of the token at position p in place p % LAST
     fill: Tensor  # [B] int64; used slots, the same in every layer and head
     active: Tensor  # [B] bool; rows that take tokens: a finished row of a batch is left as it is
     position: Tensor  # [B] int64; tokens seen, which RoPE uses
@@ -52,6 +54,7 @@ class CacheState(NamedTuple):
     light_values: Tensor
     light_degree: Tensor
     light_queries: Tensor
+    light_last_queries: Tensor
     light_fill: Tensor
 
     @classmethod
@@ -61,14 +64,14 @@ class CacheState(NamedTuple):
         def zeros(*size: int, dtype: torch.dtype = shape.dtype) -> Tensor:
             return torch.zeros(batch_size, *size, dtype=dtype, device=shape.device)
 
-        def group(layers: int, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        def group(layers: int, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             heads, dim = (layers, shape.kv_heads), shape.head_dim
-            queries = zeros(*heads, 2, dim, dtype=accumulator_dtype(shape.dtype))
             return (
                 zeros(*heads, slots, dim),
                 zeros(*heads, slots, dim),
                 zeros(*heads, slots, dtype=torch.float32),
-                queries,
+                zeros(*heads, 2, dim, dtype=accumulator_dtype(shape.dtype)),
+                zeros(*heads, LAST, shape.group, dim),
             )
 
         fill, light_fill, position = (zeros(dtype=torch.int64) for _ in range(3))
@@ -79,13 +82,13 @@ class CacheState(NamedTuple):
 
     @property
     def main(self) -> tuple[Tensor, ...]:
-        """What the ops take of the main group: keys, values, degree, queries, fill, active."""
-        return self[:6]
+        """What the ops take of the main group: keys, values, degree, queries, last_queries, fill, active, position."""
+        return self[:8]
 
     @property
     def light(self) -> tuple[Tensor, ...]:
         """What the ops take of the light layers, likewise."""
-        return (self.light_keys, self.light_values, self.light_degree, self.light_queries, self.light_fill, self.active)
+        return (*self[10:], self.active, self.position)
 
     def row(self, index: int) -> "CacheState":
         """Return the state of one row as views of batch size 1."""
@@ -195,9 +198,9 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         return [False]
 
     def nbytes(self) -> int:
-        """Bytes held by keys, values, degrees and query means of the clustered layers, and by the sliding windows."""
+        """Bytes held by keys, values, degrees and what is known of queries, and by the sliding windows."""
         state = self.state
-        clustered = (*state.main[:4], *state.light[:4])
+        clustered = (*state.main[:5], *state.light[:5])
         return sum(tensor.nbytes for tensor in (*clustered, state.window_keys, state.window_values))
 
     def reset(self) -> None:
@@ -234,7 +237,8 @@ class ClusteredCache(Cache):  # type: ignore[misc]
 
         That is all of them until the first compaction, and `n_recent` and what came after the last compaction from then
         on, in the layers that keep least. A sliding window cannot be taken back once it has moved: the tokens that left
-        it are gone. What queries have left in their running means stays there.
+        it are gone. What queries have left in their running means stays there, and the last queries stay until others
+        take their places.
 
         Args:
             tokens_to_remove: minus the number of tokens, as in transformers.
@@ -332,8 +336,8 @@ class ClusteredCache(Cache):  # type: ignore[misc]
                 steps, state = key_states.shape[2], self.state
                 main, light = (dataclasses.astuple(each.schedule) for each in self.plans)
                 if self.shape.light_layers:
-                    torch.ops.ckv.compact_(*state.light, None, steps, *light, self._padding)
-                torch.ops.ckv.compact_(*state.main, state.position, steps, *main, self._padding)
+                    torch.ops.ckv.compact_(*state.light[:7], None, steps, *light, self._padding)
+                torch.ops.ckv.compact_(*state.main, steps, *main, self._padding)
                 self.columns += steps
                 self.broken = False
         return key_states, value_states

@@ -23,6 +23,14 @@ QUERY_WEIGHT = 0.5
 """Weight of expected attention, beside unlikeness."""
 LEAST_DEVIATION = 1e-6
 """Deviation below which scores count as alike."""
+LAST = 8
+"""Last tokens of a row whose queries are kept one by one."""
+ATTENTION_WEIGHT = 1.0
+"""Weight of what the last queries attend to, beside what a slot is worth."""
+ATTENDED_SHARE = 0.6
+"""Share of the exact slots that are chosen with that weight; the others are chosen without."""
+LEAST_ATTENTION = torch.finfo(torch.float32).tiny
+"""Attention below which slots count as not attended to."""
 
 
 class Row(NamedTuple):
@@ -34,10 +42,19 @@ class Row(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What is known of the recent queries q of a KV head: running means of s = scale * q, and of its square."""
+    """What is known of the recent queries q of a KV head: running means of s = scale * q and of its square, and the
+    last s themselves, that of the token at position p in place p % LAST.
+    """
 
     mean: Tensor  # [D]
     square: Tensor  # [D]
+    last: Tensor  # [LAST, G, D] in the dtype of q; zeros, which attend to all slots alike, where none came yet
+
+    @classmethod
+    def none(cls, q: Tensor) -> "Queries":
+        """What is known before the first token, for queries q [G, S, D]."""
+        zeros = q.new_zeros(q.shape[2], dtype=accumulator_dtype(q.dtype))
+        return cls(zeros, zeros, q.new_zeros(LAST, q.shape[0], q.shape[2]))
 
 
 class Match(NamedTuple):
@@ -53,19 +70,24 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def observe(queries: Queries, q: Tensor, scale: float) -> Queries:
-    """Take the queries of new tokens into the running means, in which a token's share falls by 1 / RECENT a token.
+def observe(queries: Queries, q: Tensor, scale: float, position: int) -> Queries:
+    """Take in the queries of new tokens.
+
+    In the running means the share of a token falls by 1 / RECENT a token; the last LAST tokens are kept as they are.
 
     Args:
-        queries: of the tokens before; zeros at first.
+        queries: of the tokens before.
         q: [G, S, D] of the G query heads of a KV head, S new tokens.
         scale: factor of the scores.
+        position: of the first of them.
     """
-    for token in q.unbind(dim=1):  # [G, D]
-        scaled = token.to(queries.mean.dtype) * scale
-        new = Queries(scaled.mean(dim=0), scaled.square().mean(dim=0))
-        queries = Queries(*(old + (mean - old) / RECENT for old, mean in zip(queries, new, strict=True)))
-    return queries
+    mean, square, last = queries.mean, queries.square, queries.last.clone()
+    for offset, token in enumerate(q.unbind(dim=1)):  # [G, D]
+        scaled = token.to(mean.dtype) * scale
+        mean = mean + (scaled.mean(dim=0) - mean) / RECENT
+        square = square + (scaled.square().mean(dim=0) - square) / RECENT
+        last[(position + offset) % LAST] = scaled.to(last.dtype)
+    return Queries(mean, square, last)
 
 
 def unlike(vectors: Tensor, degree: Tensor) -> Tensor:
@@ -105,11 +127,43 @@ def worth_row(row: Row, queries: Queries, schedule: Schedule) -> Tensor:
     return torch.stack(around) + QUERY_WEIGHT * standard(expected + size)
 
 
+def attended_row(row: Row, queries: Queries, schedule: Schedule) -> Tensor:
+    """Say how much the last queries attend to each unprotected slot of a row in float32 or float64, as a logarithm.
+
+    Each of the G * LAST queries attends to all slots of the row, those after its own token too. What the heads of a
+    model add to that, a cap or a sink, is left out.
+
+    Returns:
+        [n - n_sink - n_recent]: the logarithm of the attention of all queries together.
+    """
+    scores = queries.last.flatten(0, 1).to(row.keys.dtype) @ row.keys.T + row.degree.to(row.keys.dtype).log()
+    attention = scores.softmax(dim=-1).sum(dim=0)
+    return attention[schedule.n_sink : len(attention) - schedule.n_recent].clamp_min(LEAST_ATTENTION).log()
+
+
+def attended_slots(n_exact: int) -> int:
+    """How many of the exact slots are chosen with the attention of the last queries."""
+    return int(ATTENDED_SHARE * n_exact)
+
+
 def exact_slots(row: Row, queries: Queries, schedule: Schedule) -> list[int]:
-    """The `n_exact` unprotected slots that are worth most, in order; of equal ones the first."""
-    worth = worth_row(widened(row), queries, schedule).tolist()
-    ranked = sorted(range(len(worth)), key=lambda i: (-worth[i], i))
-    return sorted(schedule.n_sink + i for i in ranked[: schedule.n_exact])
+    """Choose `n_exact` unprotected slots, which are returned in order; of equal ones the first.
+
+    A share of them is chosen by what they are worth and what the last queries attend to, and then, of all others, the
+    rest by what they are worth alone: what is looked at now is kept, and what stands out too (ours).
+    """
+    row = widened(row)
+    worth = worth_row(row, queries, schedule)
+    attended = worth + ATTENTION_WEIGHT * standard(attended_row(row, queries, schedule))
+    chosen = best(attended.tolist(), [], attended_slots(schedule.n_exact))
+    chosen = best(worth.tolist(), chosen, schedule.n_exact)
+    return sorted(schedule.n_sink + slot for slot in chosen)
+
+
+def best(scores: list[float], chosen: list[int], count: int) -> list[int]:
+    """`count` slots: those that are chosen already, then the others by their scores; of equal ones the first."""
+    left = [slot for slot in range(len(scores)) if slot not in chosen]
+    return [*chosen, *sorted(left, key=lambda slot: (-scores[slot], slot))][:count]
 
 
 def set_apart(row: Row, queries: Queries, schedule: Schedule) -> Row:
@@ -298,9 +352,8 @@ class CacheRows:
                 row = new if old is None else Row(*(torch.cat(pair) for pair in zip(old, new, strict=True)))
                 own = range(h * heads // kv_heads, (h + 1) * heads // kv_heads)
                 if not window:
-                    zeros = torch.zeros(q.shape[3], dtype=accumulator_dtype(q.dtype), device=q.device)
-                    known = self.queries.get((b, layer, h), Queries(zeros, zeros))
-                    self.queries[b, layer, h] = observe(known, q[b, own], scale)
+                    known = self.queries.get((b, layer, h), Queries.none(q[b, own]))
+                    self.queries[b, layer, h] = observe(known, q[b, own], scale, self.position.get(b, 0))
                 for g in own:
                     sink = None if sinks is None else sinks[g]
                     out[b, g] = attend_row(q[b, g], row, scale, steps, softcap, sink, window)

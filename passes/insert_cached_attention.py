@@ -121,29 +121,31 @@ def cache_shape(graph: GraphModule, light_layers: Collection[int] = ()) -> Cache
     """Read what the cache must hold from a graph of canonical attentions.
 
     Raises:
-        PassError: if layers of a kind differ in KV heads, head size or window, or layers in dtype.
+        PassError: if layers of a kind differ in heads, head size or window, or layers in dtype.
         ConfigError: for a light layer that there is not, or that has a sliding window.
     """
-    groups: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+    groups: dict[bool, list[tuple[int, int, int, int]]] = {False: [], True: []}
     sites = _sites(graph)
     for node in sites:
         given = attention_arguments(node)
         key = tensor_meta(given.k)  # and value: of one head size in the canonical form
         group = groups[given.window > 0]
-        group.append((int(key.shape[1]), int(key.shape[3]), given.window))
+        heads = int(tensor_meta(given.q).shape[1])
+        group.append((heads, int(key.shape[1]), int(key.shape[3]), given.window))
         if group[-1] != group[0]:
-            expected = "{} KV heads of size {} and a window of {}, as in the first layer of the kind".format(*group[0])
-            raise fault(node, expected, "{}, {} and {}".format(*group[-1]))
+            expected = "{} query and {} KV heads of size {} and a window of {}, as in the first layer of the kind"
+            raise fault(node, expected.format(*group[0]), "{}, {}, {} and {}".format(*group[-1]))
         if key.dtype != (dtype := tensor_meta(attention_arguments(sites[0]).k).dtype):
             raise fault(node, f"the dtype of the first layer, {dtype}", f"{key.dtype}")
     first = tensor_meta(attention_arguments(sites[0]).k)
     clustered, windowed = groups[False], groups[True]
-    kv_heads, head_dim, _ = (clustered or windowed)[0]
+    heads, kv_heads, head_dim, _ = (clustered or windowed)[0]
     light = groups_of(sites, light_layers).count("light")
-    shape = CacheShape(len(clustered) - light, kv_heads, head_dim, first.dtype, first.device, light_layers=light)
+    sizes = (kv_heads, heads // kv_heads, head_dim, first.dtype, first.device)
+    shape = CacheShape(len(clustered) - light, *sizes, light_layers=light)
     if not windowed:
         return shape
-    kv_heads, head_dim, window = windowed[0]
+    _, kv_heads, head_dim, window = windowed[0]
     return shape._replace(
         window=window, window_layers=len(windowed), window_kv_heads=kv_heads, window_head_dim=head_dim
     )

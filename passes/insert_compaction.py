@@ -30,5 +30,5 @@ def insert_compaction(graph: GraphModule, plans: Plans) -> int:
         steps = graph.graph.call_function(torch.ops.aten.sym_size.int, (sites[0].args[0], 2))
         for slots, position, plan in groups:
             options = dataclasses.asdict(plan.schedule) | ({"padding": padding} if padding else {})
-            graph.graph.call_function(compact_, (*slots, position, steps), options)
+            graph.graph.call_function(compact_, (*slots[:7], position, steps), options)
     return len(groups)

@@ -162,8 +162,8 @@ def test_the_cache_is_exactly_budget_plus_interval_slots_and_never_grows(prompt)
     _, ours = pair("llama", "eager", **SMALL)
     cache = cache_of(generate(ours, prompt(100), 70))
     slots = SMALL["budget"] + SMALL["interval"]
-    # layers x KV heads x (slots x (K and V of 8 floats each, and a degree) and two means of queries)
-    assert cache.nbytes() == 3 * 3 * (slots * (2 * 8 * 4 + 4) + 2 * 8 * 4)
+    # layers x KV heads x (slots x (K and V of 8 floats each, and a degree), and 2 means and 8 * 2 last ones of queries)
+    assert cache.nbytes() == 3 * 3 * (slots * (2 * 8 * 4 + 4) + 2 * 8 * 4 + 8 * 2 * 8 * 4)
     assert cache.state.keys.shape == (1, 3, 3, slots, 8)
 
 
@@ -210,12 +210,12 @@ def test_the_compiled_step_copies_no_cache():
     cache = ours.new_cache()
     _, (code,) = run_and_get_code(lambda: ours(torch.tensor([[1]]), past_key_values=cache))
     calls = re.findall(
-        r"ckv\.cached_attention\.default\(.*?\), (arg\d+_1, arg\d+_1, arg\d+_1, arg\d+_1), arg\d+_1, arg\d+_1, (\d)",
+        r"ckv\.cached_attention\.default\(.*?\), (arg\d+_1(?:, arg\d+_1){4}), arg\d+_1, arg\d+_1, arg\d+_1, (\d)",
         code,
     )
     assert [layer for _, layer in calls] == ["0", "1", "2"]
-    (state,) = {arguments for arguments, _ in calls}  # the same four inputs in every layer
-    (compaction,) = re.findall(r"ckv\.compact_\.default\((arg\d+_1, arg\d+_1, arg\d+_1, arg\d+_1),", code)
+    (state,) = {arguments for arguments, _ in calls}  # the same five inputs in every layer
+    (compaction,) = re.findall(r"ckv\.compact_\.default\((arg\d+_1(?:, arg\d+_1){4}),", code)
     assert compaction == state
     allocated = [eval(shape) for shape in re.findall(r"= empty_strided_cpu\((\(.*?\)),", code)]
     assert allocated

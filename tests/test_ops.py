@@ -47,17 +47,19 @@ def random_turn(rows: int, steps: int, dim: int, dtype: torch.dtype, seed: int) 
 
 
 def empty_state(rows: int, dim: int, dtype: torch.dtype, capacity: int = CAPACITY) -> CacheState:
-    return CacheState.allocate(CacheShape(LAYERS, KV_HEADS, dim, dtype, torch.device("cpu")), capacity, rows)
+    return CacheState.allocate(
+        CacheShape(LAYERS, KV_HEADS, HEADS // KV_HEADS, dim, dtype, torch.device("cpu")), capacity, rows
+    )
 
 
 def run_ops(state: CacheState, turn: Turn, plan: tuple[int | float, ...] = PLAN) -> Tensor:
     """One step of a model: attention in every layer, then the compaction. Returns [L, B, H, S, D]."""
-    cache = state[:6]
+    cache = state[:8]
     out = [
         cached_attention(q, k, v, *cache, layer, SCALE, None, 0.0, *plan)
         for layer, (q, k, v) in enumerate(zip(*turn, strict=True))
     ]
-    compact_(*state[:7], turn.q.shape[3], *plan)
+    compact_(*state[:8], turn.q.shape[3], *plan)
     return torch.stack(out)
 
 
@@ -68,13 +70,14 @@ def run_oracle(oracle: CacheRows, turn: Turn) -> Tensor:
 
 
 def assert_state_equals(state: CacheState, oracles: list[CacheRows], tolerance: float) -> None:
-    """Keys, values, degree, fill and position of every row, layer and head."""
+    """Keys, values, degree, queries, fill and position of every row, layer and head."""
     for b, oracle in enumerate(oracles):
         fill = int(state.fill[b])
         assert int(state.position[b]) == oracle.position[0]
         for layer, h in itertools.product(range(LAYERS), range(KV_HEADS)):
-            row, queries = oracle.rows[0, layer, h], torch.stack(oracle.queries[0, layer, h])
-            torch.testing.assert_close(state.queries[b, layer, h], queries, rtol=0, atol=tolerance)
+            row, queries = oracle.rows[0, layer, h], oracle.queries[0, layer, h]
+            torch.testing.assert_close(state.queries[b, layer, h], torch.stack(queries[:2]), rtol=0, atol=tolerance)
+            assert torch.equal(state.last_queries[b, layer, h], queries.last)
             assert fill == row.degree.shape[0]
             torch.testing.assert_close(state.keys[b, layer, h, :fill], row.keys, rtol=0, atol=tolerance)
             torch.testing.assert_close(state.values[b, layer, h, :fill], row.values, rtol=0, atol=tolerance)
@@ -161,16 +164,16 @@ def test_opcheck(dtype: torch.dtype, dim: int, steps: int) -> None:
     sinks = torch.randn(HEADS, dtype=dtype)
     for extra in ((None, 0.0), (sinks, 5.0)):
         torch.library.opcheck(attention, (q, k, v, None, extra[0], SCALE, extra[1], 2))
-        torch.library.opcheck(cached_attention, (q, k, v, *state[:6], 1, SCALE, *extra, *PLAN))
+        torch.library.opcheck(cached_attention, (q, k, v, *state[:8], 1, SCALE, *extra, *PLAN))
         ring = torch.zeros(2, LAYERS, KV_HEADS, 7, dim, dtype=dtype)
         arguments = (q, k, v, ring, ring.clone(), state.position, state.active, 1, SCALE, *extra)
         torch.library.opcheck(window_attention, arguments)
-    torch.library.opcheck(compact_, (*state[:7], steps, *PLAN))
-    torch.library.opcheck(compact_, (*state[:6], None, steps, *PLAN))
-    shape = CacheShape(LAYERS, KV_HEADS, dim, dtype, torch.device("cpu"), 7, LAYERS, KV_HEADS, dim, LAYERS)
+    torch.library.opcheck(compact_, (*state[:8], steps, *PLAN))
+    torch.library.opcheck(compact_, (*state[:7], None, steps, *PLAN))
+    shape = CacheShape(LAYERS, KV_HEADS, 3, dim, dtype, torch.device("cpu"), 7, LAYERS, KV_HEADS, dim, LAYERS)
     for group in get_args(Group):
-        others = CacheState.allocate(shape, 1, 2, CAPACITY)[7:]
-        arguments = (k, v, *state[:7], *others, 1, group, *PLAN, torch.tensor([0, steps - 1]))
+        others = CacheState.allocate(shape, 1, 2, CAPACITY)[8:]
+        arguments = (k, v, *state[:8], *others, 1, group, *PLAN, torch.tensor([0, steps - 1]))
         torch.library.opcheck(append_, arguments)
 
 
@@ -185,7 +188,7 @@ def test_windows_score_caps_and_sinks_equal_the_oracle_at_every_step(
     monkeypatch.setenv("CKV_CPU_KERNEL", kernel)
     monkeypatch.setattr(ops, "EXTEND_BLOCK", 9)
     shape = CacheShape(
-        0 if window else LAYERS, KV_HEADS, 8, torch.float32, torch.device("cpu"), window, LAYERS, KV_HEADS, 8
+        0 if window else LAYERS, KV_HEADS, 3, 8, torch.float32, torch.device("cpu"), window, LAYERS, KV_HEADS, 8
     )
     state, oracles = CacheState.allocate(shape, CAPACITY, 2), [CacheRows(SCHEDULE, CAPACITY) for _ in range(2)]
 
@@ -195,12 +198,12 @@ def test_windows_score_caps_and_sinks_equal_the_oracle_at_every_step(
                 ring = (rows.window_keys, rows.window_values, rows.position, rows.active)
                 out = window_attention(q, k, v, *ring, layer, SCALE, sinks, softcap)
             else:
-                out = cached_attention(q, k, v, *rows[:6], layer, SCALE, sinks, softcap, *PLAN)
+                out = cached_attention(q, k, v, *rows[:8], layer, SCALE, sinks, softcap, *PLAN)
             for b, oracle in enumerate(oracles):
                 row = (part[b : b + 1].double() for part in (q, k, v))
                 expected = oracle.attend(layer, *row, SCALE, softcap, sinks, window)
                 torch.testing.assert_close(out[b : b + 1], expected.float(), rtol=0, atol=5e-5)
-        compact_(*rows[:7], turn.q.shape[3], *PLAN)
+        compact_(*rows[:8], turn.q.shape[3], *PLAN)
         for oracle in oracles:
             oracle.finish_step(turn.q.shape[3])
 
@@ -288,7 +291,7 @@ def test_large_degrees_cost_no_precision(
         slots = (state.keys[0, 1, h, :used], state.values[0, 1, h, :used], state.degree[0, 1, h, :used])
         oracle.rows[0, 1, h] = Row(*(part.double() for part in slots))
     expected = oracle.attend(1, q.double(), k.double(), v.double(), 0.125)
-    out = cached_attention(q, k, v, *state[:6], 1, 0.125, None, 0.0, *PLAN)
+    out = cached_attention(q, k, v, *state[:8], 1, 0.125, None, 0.0, *PLAN)
     assert (out.double() - expected).norm() / expected.norm() < torch.finfo(dtype).eps / 2
 
 
@@ -297,11 +300,11 @@ def test_compaction_leaves_rows_alone_that_have_a_free_slot() -> None:
     for b, prompt in enumerate((31, 12)):
         run_ops(state.row(b), random_turn(1, prompt, 8, torch.float32, seed=b))
     turn = random_turn(2, 1, 8, torch.float32, seed=9)
-    cache = state[:6]
+    cache = state[:8]
     for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
         cached_attention(q, k, v, *cache, layer, SCALE, None, 0.0, *PLAN)
     before = CacheState(*(part.clone() for part in state))
-    compact_(*state[:7], 1, *PLAN)
+    compact_(*state[:8], 1, *PLAN)
     assert state.fill.tolist() == [24, 13]
     assert state.position.tolist() == [32, 13]
     for name in ("keys", "values", "degree"):
@@ -314,7 +317,7 @@ def test_attention_itself_advances_no_counter() -> None:
     state = empty_state(1, 8, torch.float32)
     for steps in (1, 3, 50):
         q, k, v = (part[0] for part in random_turn(1, steps, 8, torch.float32, seed=steps))
-        cached_attention(q, k, v, *state[:6], 0, SCALE, None, 0.0, *PLAN)
+        cached_attention(q, k, v, *state[:8], 0, SCALE, None, 0.0, *PLAN)
         assert state.fill.tolist() == state.position.tolist() == [0]
         assert not state.degree[:, 1].any(), "the other layer is not touched"
 
@@ -328,7 +331,7 @@ def test_a_step_on_a_full_row_is_an_error_and_writes_nothing(kernel: str, monkey
     before = CacheState(*(part.clone() for part in state))
     q, k, v = (part[0] for part in random_turn(2, 1, 8, torch.float32, seed=1))
     with pytest.raises(RuntimeError, match=r"row 1 .*(no free slot|is full).*32"):
-        cached_attention(q, k, v, *state[:6], 0, SCALE, None, 0.0, *PLAN)
+        cached_attention(q, k, v, *state[:8], 0, SCALE, None, 0.0, *PLAN)
     for old, now in zip(before, state, strict=True):
         assert torch.equal(old, now)
 
@@ -379,7 +382,7 @@ def test_garbage_past_fill_is_never_read() -> None:
 @pytest.mark.parametrize("group", get_args(Group))
 def test_padding_is_skipped_bit_for_bit(steps: int, group: Group) -> None:
     """A row behind padding gets and leaves what it does alone; `append_` leaves the same state."""
-    shape = CacheShape(LAYERS, KV_HEADS, 8, torch.float32, torch.device("cpu"), 7, LAYERS, KV_HEADS, 8, LAYERS)
+    shape = CacheShape(LAYERS, KV_HEADS, 3, 8, torch.float32, torch.device("cpu"), 7, LAYERS, KV_HEADS, 8, LAYERS)
     batch, alone, appended = (CacheState.allocate(shape, CAPACITY, 2, CAPACITY) for _ in range(3))
     q, k, v = (part[0] for part in random_turn(2, steps, 8, torch.float32, seed=0))
     pads = torch.tensor([2, 0])
@@ -392,8 +395,8 @@ def test_padding_is_skipped_bit_for_bit(steps: int, group: Group) -> None:
         else:
             slots = state.light if group == "light" else state.main
             out = cached_attention(*tokens, *slots, 1, SCALE, None, 0.0, *PLAN, padding)
-        compact_(*state.light, None, tokens[0].shape[2], *PLAN, padding)
-        compact_(*state.main, state.position, tokens[0].shape[2], *PLAN, padding)
+        compact_(*state.light[:7], None, tokens[0].shape[2], *PLAN, padding)
+        compact_(*state.main, tokens[0].shape[2], *PLAN, padding)
         return out
 
     out = attend(batch, (q, k, v), pads)
@@ -402,8 +405,8 @@ def test_padding_is_skipped_bit_for_bit(steps: int, group: Group) -> None:
         rows = [part[b : b + 1, :, pad:] for part in (q, k, v)]
         assert torch.equal(attend(alone.row(b), rows, None), out[b : b + 1, :, pad:])
     append_(k, v, *appended, 1, group, *PLAN, pads)
-    compact_(*appended.light, None, steps, *PLAN, pads)
-    compact_(*appended.main, appended.position, steps, *PLAN, pads)
+    compact_(*appended.light[:7], None, steps, *PLAN, pads)
+    compact_(*appended.main, steps, *PLAN, pads)
     for name, found in batch._asdict().items():
         assert torch.equal(found, getattr(alone, name)), name
         if "queries" not in name:  # which `append_` does not see

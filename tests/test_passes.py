@@ -411,7 +411,7 @@ def test_cached_attention_takes_the_state_and_its_layer_index():
     graph, _ = rewritten_graph()
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     assert names == ["input_ids", *CacheState._fields]
-    assert [node.args[9] for node in graph.graph.nodes if node.target is cached_attention] == [0, 1, 2]
+    assert [node.args[11] for node in graph.graph.nodes if node.target is cached_attention] == [0, 1, 2]
     assert count(graph, attention) == 0
 
 
@@ -427,21 +427,21 @@ def test_positions_come_from_the_state(prompt):
     torch.testing.assert_close(graph(ids, *moved)[0], model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_layers_of_different_shapes_are_refused():
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (2, 2)], ids=["KV heads", "query heads"])
+def test_layers_of_different_shapes_are_refused(heads, kv_heads):
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = OneLayer(4, 2, is_causal=True, enable_gqa=True), OneLayer(4, 1, is_causal=True)
-            self.two.call["enable_gqa"] = True
+            self.one = OneLayer(4, 2, is_causal=True, enable_gqa=True)
+            self.two = OneLayer(heads, kv_heads, is_causal=True, enable_gqa=True)
 
         def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
             return self.one(input_ids, position_ids) + self.two(input_ids, position_ids)
 
     graph = trace(Two())
     canonicalize_attention(graph, layers=2)
-    with pytest.raises(
-        PassError, match=r"module two: expected 2 KV heads of size 8 and a window of 0, .* found 1, 8 and 0"
-    ):
+    expected = "module two: expected 4 query and 2 KV heads of size 8 and a window of 0"
+    with pytest.raises(PassError, match=rf"{expected}, .* found {heads}, {kv_heads}, \d+ and 0"):
         cache_shape(graph)
 
 
@@ -449,8 +449,8 @@ def test_layers_with_and_without_a_window_are_two_groups_of_the_cache():
     graph = capture(tiny_model("gemma3", head_dim=16, sliding_window=20))
     canonicalize_attention(graph, layers=3)
     shape = cache_shape(graph)
-    assert shape[:3] == (1, 3, 16)
-    assert shape[5:] == (20, 2, 3, 16, 0)
+    assert shape[:4] == (1, 3, 2, 16)
+    assert shape[6:] == (20, 2, 3, 16, 0)
     insert_cached_attention(graph, PLANS)
     targets = [node.target for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
     assert targets == [window_attention, cached_attention, window_attention]
@@ -468,7 +468,7 @@ def test_two_sizes_of_windows_are_refused():
 
     graph = trace(Two())
     canonicalize_attention(graph)
-    with pytest.raises(PassError, match=r"module two: expected .* a window of 40, .* found 2, 8 and 50"):
+    with pytest.raises(PassError, match=r"module two: expected .* a window of 40, .* found 4, 2, 8 and 50"):
         cache_shape(graph)
 
 
@@ -536,11 +536,11 @@ def test_light_layers_are_a_group_of_their_own():
     calls = [node for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
     assert [node.args[3].name for node in calls] == ["keys", "window_keys", "light_keys", "keys"]
     assert [node.kwargs.get("budget") for node in calls] == [540, None, 120, 540]
-    assert [node.args[9 if node.target is cached_attention else 7] for node in calls] == [0, 0, 0, 1]
+    assert [node.args[11 if node.target is cached_attention else 7] for node in calls] == [0, 0, 0, 1]
     assert insert_compaction(graph, plans) == 2
     light, main = (node for node in graph.graph.nodes if node.target is compact_)
     assert [node.args[0].name for node in (light, main)] == ["light_keys", "keys"]
-    assert (light.args[6], main.args[6].name) == (None, "position")  # counted once
+    assert (light.args[7], main.args[7].name) == (None, "position")  # counted once
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_compaction_closes_the_step():
     *_, last, output = graph.graph.nodes
     assert last.target is compact_
     assert output.op == "output"
-    assert [node.name for node in last.args[:7]] == list(CacheState._fields[:7])
+    assert [node.name for node in last.args[:8]] == list(CacheState._fields[:8])
 
 
 # ---------------------------------------------------------------------------------------------------- reduce_linear

@@ -123,11 +123,11 @@ class Reader:
                     continue
                 own = [plans[i][self.clustered_layers[index] in wanted[i][1].config.light_layers] for i in members]
                 made = KNOWN[method](layer, own)
-                queries = rows[members[0]].queries[0, index]
-                observe_(queries, layer.q, layer.scale)
+                queries, last = (part[0, index] for part in rows[members[0]][3:5])
+                observe_(queries, last, layer.q, layer.scale, position=0)
                 for i, slots in zip(members, made, strict=True):
                     count = slots.degree.shape[1]
-                    rows[i].queries[0, index] = queries
+                    rows[i].queries[0, index], rows[i].last_queries[0, index] = queries, last
                     for target, source in zip(rows[i][:3], slots, strict=True):
                         target[0, index, :, :count] = source
 
@@ -212,11 +212,11 @@ class Reader:
             for slots, source in zip(target[:3], row[:3], strict=True):
                 count = min(slots.shape[3], source.shape[3])  # those behind are empty
                 slots[:, :, :, :count] = source[:, layers, :, :count]
-            target[3][:] = row.queries[:, layers]
+            target[3][:], target[4][:] = row.queries[:, layers], row.last_queries[:, layers]
         kept = compression.plans(int(row.position), self.shape.layers)
         for fill, plan in zip((state.fill, state.light_fill), kept, strict=True):
             fill.fill_(plan.budget)
-        for own, source in zip((state.position, state.window_keys, state.window_values), row[6:9], strict=True):
+        for own, source in zip((state.position, state.window_keys, state.window_values), row[7:10], strict=True):
             own.copy_(source)
         return state
 
