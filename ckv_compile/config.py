@@ -27,8 +27,9 @@ class CKVConfig:
         n_sink: first slots that are never merged.
         n_recent: last slots that are never merged.
         exact: share of the other slots that hold the tokens worth most, unmerged: those whose key and value are unlike
-            the others', and those that recent queries expect to attend to. They are chosen anew in every compaction.
-            They are fewer where a round could not free `interval` slots otherwise. 0.0 is the paper's method.
+            the others', and those that recent queries expect to attend to, or do. They are chosen anew in every
+            compaction. They are fewer where a round could not free `interval` slots otherwise. 0.0 is the paper's
+            method.
         chunk_size: slots per matching chunk (c in the paper); even.
         r_init: share of set A that the first round merges, in (0, 1].
         r_decay: fall of that share from round to round, >= 0.
