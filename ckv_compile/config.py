@@ -27,8 +27,9 @@ class CKVConfig:
         n_sink: first slots that are never merged.
         n_recent: last slots that are never merged.
         exact: share of the other slots that hold the tokens worth most, unmerged: those whose key and value are unlike
-            the others', and those that recent queries expect to attend to. They are chosen anew in every compaction.
-            They are fewer where a round could not free `interval` slots otherwise. 0.0 is the paper's method.
+            the others', and those that recent queries expect to attend to, or do. They are chosen anew in every
+            compaction. They are fewer where a round could not free `interval` slots otherwise. 0.0 is the paper's
+            method.
         light_layers: layers of the model, by number, that get fewer slots than the budget, so that all others get more;
             the budget is the mean over all layers without a sliding window. Layers differ much in what they lose by a
             small cache: `ckv calibrate` measures which lose least. Empty: all layers have the same budget.

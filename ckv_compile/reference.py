@@ -42,13 +42,15 @@ class Row(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What is known of the recent queries q of a KV head: running means of s = scale * q and of its square, and the
-    last s themselves, that of the token at position p in place p % LAST.
+    """What is known of the recent queries q of a KV head, each scaled: s = scale * q.
+
+    The last ones stand at place p % LAST of the position p of their token. Where no token has been stand zeros, which
+    attend to all slots alike.
     """
 
-    mean: Tensor  # [D]
-    square: Tensor  # [D]
-    last: Tensor  # [LAST, G, D] in the dtype of q; zeros, which attend to all slots alike, where none came yet
+    mean: Tensor  # [D] running mean of s
+    square: Tensor  # [D] and of its square
+    last: Tensor  # [LAST, G, D] in the dtype of q
 
     @classmethod
     def none(cls, q: Tensor) -> "Queries":
