@@ -9,7 +9,8 @@ closes the step for all layers. These three change the tensors of `CacheState` i
 so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself.
 
 Batch row b of every argument belongs to batch row b of the state; a row that is not active is left as it is. Of several
-new tokens, the first `padding[b]` of a row are skipped.
+new tokens, the first `padding[b]` of a row are skipped. A batch of one new token a row may be of any rows of a larger
+state: `rows` [B] names them, no active one twice.
 
 All attend by softmax(cap(q.k * scale) + log degree), where cap(s) = softcap * tanh(s / softcap) unless softcap is 0.
 `sinks` [H] are learned logits that take part in the softmax of a head and have no value.
@@ -47,7 +48,7 @@ _library.define(
 _library.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, "
     f"Tensor(d!) queries, Tensor fill, Tensor active, int layer, float scale, Tensor? sinks, float softcap, {_PLAN}, "
-    "Tensor? padding=None) -> Tensor",
+    "Tensor? padding=None, Tensor? rows=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -57,7 +58,7 @@ _library.define(
 )
 _library.define(
     "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor queries, Tensor(d!) fill, Tensor active, "
-    f"Tensor(e!) position, SymInt tokens, {_PLAN}, Tensor? padding=None) -> ()",
+    f"Tensor(e!) position, SymInt tokens, {_PLAN}, Tensor? padding=None, Tensor? rows=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -139,9 +140,11 @@ def _cached_attention(
     r_min: float,
     n_exact: int = 0,
     padding: Tensor | None = None,  # [B]
+    rows: Tensor | None = None,  # [B]
 ) -> Tensor:
     if q.shape[2] == 1:
-        return _decode(q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks)
+        return _decode(q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks, rows)
+    _check_rows(rows, q.shape[2])
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     out = _empty_output(q)
     for b, used, skip in _rows(fill, active, padding, q.shape[2]):
@@ -244,6 +247,11 @@ def _rows(counts: Tensor, active: Tensor, padding: Tensor | None, steps: int) ->
         yield b, count, skip if takes_tokens else steps
 
 
+def _check_rows(rows: Tensor | None, steps: int) -> None:
+    if rows is not None and steps != 1:
+        raise ValueError(f"{steps} tokens a row, and rows of a larger state: pass the state of these rows instead")
+
+
 def _empty_output(q: Tensor) -> Tensor:
     """[B, H, S, D] laid out as [B, S, H, D] in memory: the output projection reads it without a copy."""
     batch, heads, steps, dim = q.shape
@@ -281,9 +289,10 @@ def _decode(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """One new token per row. Without degrees and queries the slots are a ring, and `fill` counts the tokens seen."""
-    arguments = (q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks)
+    arguments = (q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks, rows)
     if _has_triton(q.device):
         from ckv_compile.kernels import attention  # Triton is there where CUDA is
 
@@ -307,28 +316,31 @@ def _decode_attention(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """`_decode` in PyTorch: the form that the C++ kernel is tested against and falls back to."""
     heads, dim, kv_heads, capacity = q.shape[1], q.shape[3], k.shape[1], keys.shape[3]
     out = _empty_output(q)
-    rows = [(b, used) for b, (used, takes) in enumerate(zip(fill.tolist(), active.tolist(), strict=True)) if takes]
-    for b, used in rows:
+    fills, takes = fill.tolist(), active.tolist()
+    states = range(len(fills)) if rows is None else rows.tolist()
+    taking = [(b, state, fills[state]) for b, state in enumerate(states) if takes[state]]
+    for _, state, used in taking:
         if degree is not None and used >= capacity:
-            raise RuntimeError(f"the cache of batch row {b} is full: {used} of {capacity} slots are in use")
-    if len(rows) < q.shape[0]:
+            raise RuntimeError(f"the cache of batch row {state} is full: {used} of {capacity} slots are in use")
+    if len(taking) < q.shape[0]:
         out.zero_()
-    for b, used in rows:
+    for b, state, used in taking:
         slot, taken = used % capacity, slice(0, min(used + 1, capacity))
-        keys[b, layer, :, slot] = k[b, :, 0]
-        values[b, layer, :, slot] = v[b, :, 0]
+        keys[state, layer, :, slot] = k[b, :, 0]
+        values[state, layer, :, slot] = v[b, :, 0]
         # The G query heads of a KV head stand side by side as rows of one query, so K and V are read once.
         grouped = q[b].reshape(kv_heads, heads // kv_heads, dim)
         bias = q.new_zeros(kv_heads, 1, taken.stop, dtype=accumulator_dtype(q.dtype))
         if degree is not None and queries is not None:
-            clustering.observe_(queries[b, layer], q[b], scale)
-            degree[b, layer, :, slot] = 1.0
-            bias[:, 0] = degree[b, layer, :, taken].to(bias.dtype).log()
-        old_keys, old_values = keys[b, layer, :, taken], values[b, layer, :, taken]
+            clustering.observe_(queries[state, layer], q[b], scale)
+            degree[state, layer, :, slot] = 1.0
+            bias[:, 0] = degree[state, layer, :, taken].to(bias.dtype).log()
+        old_keys, old_values = keys[state, layer, :, taken], values[state, layer, :, taken]
         if sinks is None and not softcap:
             attended = F.scaled_dot_product_attention(
                 grouped[None], old_keys[None], old_values[None], bias[None], scale=scale
@@ -497,16 +509,20 @@ def _compact(
     r_min: float,
     n_exact: int = 0,
     padding: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
+    _check_rows(rows, tokens)
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     capacity = keys.shape[3]
     layers = keys.shape[1]
     if tokens == 1 and layers and _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 
-        compaction.compact(keys, values, degree, queries, fill, position, active, schedule)
+        compaction.compact(keys, values, degree, queries, fill, position, active, schedule, rows)
         return
     taken = (tokens if padding is None else tokens - padding) * active
+    if rows is not None:
+        taken = torch.zeros_like(taken).index_copy_(0, rows, taken[rows])
     total = fill + taken
     if tokens == 1 and layers:  # after several tokens the layers have compressed themselves
         for b in (total == capacity).nonzero().flatten().tolist():

@@ -257,6 +257,36 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
             assert torch.equal(whole, single)
 
 
+@pytest.mark.parametrize("dim", [8, 5], ids=["kernel-shape", "odd-head-dim"])
+@pytest.mark.parametrize("schedule", [SCHEDULE, EXACT], ids=["centroids", "exact"])
+def test_a_batch_of_some_rows_of_a_state_has_the_bits_of_these_rows(schedule: Schedule, dim: int) -> None:
+    """Rows 3, 0 and 1 of five, in this order and in two batches; row 0 is not active and is named twice."""
+    state, plan = empty_state(5, dim, torch.float32), dataclasses.astuple(schedule)
+    state.active[0] = False
+    for b, prompt in ((1, 9), (2, 45), (3, 30)):
+        run_ops(state.row(b), random_turn(1, prompt, dim, torch.float32, seed=prompt), plan)
+    other = CacheState(*(part.clone() for part in state))
+    for step in range(40):
+        taking = torch.tensor([3, 0, 1, 0] if step % 3 else [1])
+        turn = random_turn(len(taking), 1, dim, torch.float32, seed=step)
+        out = []
+        for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
+            out.append(cached_attention(q, k, v, *state[:6], layer, SCALE, None, 0.0, *plan, rows=taking))
+        compact_(*state[:7], 1, *plan, rows=taking)
+        for i, b in enumerate(taking.tolist()):
+            assert torch.equal(torch.stack(out)[:, i : i + 1], run_ops(other.row(b), turn.row(i), plan))
+        for ours, theirs in zip(state, other, strict=True):
+            assert torch.equal(ours, theirs)
+    assert state.fill.tolist()[::2] == [0, 24, 0]
+    assert (state.position[[1, 3]] > state.fill[[1, 3]]).all(), "they were compacted"
+
+
+def test_rows_are_for_one_new_token() -> None:
+    turn, state = random_turn(1, 2, 8, torch.float32, seed=0), empty_state(3, 8, torch.float32)
+    with pytest.raises(ValueError, match="2 tokens a row, and rows of a larger state"):
+        cached_attention(*(part[0] for part in turn), *state[:6], 0, SCALE, None, 0.0, *PLAN, rows=torch.tensor([1]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_stays_near_the_float32_oracle(dtype: torch.dtype) -> None:
     """The state is rounded to its dtype at each compaction, by op and oracle alike; outputs differ by rounding."""

@@ -1,0 +1,135 @@
+"""What a vLLM engine asks of the plugin, and what of it the plugin cannot serve."""
+
+from typing import Any, NamedTuple
+
+import torch
+import vllm
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionType
+
+from ckv_compile.cache import CacheShape
+from ckv_compile.config import CKVConfig
+from ckv_compile.errors import ConfigError, UnsupportedModelError
+from ckv_compile.ops import check_kernels
+
+KEY = "ckv"
+"""The key of `additional_config` whose value is a `CKVConfig`."""
+SUPPORTED = SpecifierSet(">=0.32,<0.33")
+"""Releases of vLLM whose interfaces the plugin was written for."""
+_OF_VLLM = {
+    "prefill_chunk": "max_num_batched_tokens, or long_prefill_token_threshold, says how many tokens of a prompt a step takes",
+    "max_batch_size": "max_num_seqs says how many requests run at once",
+}
+
+
+class Layer(NamedTuple):
+    """What a model asks of its attention in one layer, as vLLM hands it to an implementation."""
+
+    head_size: int
+    kv_heads: int
+    kv_cache_dtype: str
+    alibi: bool
+    sliding_window: int | None
+    attention_type: str
+    shares_cache: bool
+    others: tuple[str, ...]  # names of arguments that only some models pass
+
+
+def config_of(engine: VllmConfig) -> CKVConfig | None:
+    """The configuration that an engine asks for, resolved for its longest request; None if it asks for none.
+
+    Raises:
+        ConfigError: for an unknown name or a bad value, or an option that is vLLM's own here.
+    """
+    extra = engine.additional_config
+    options = extra.get(KEY) if isinstance(extra, dict) else None
+    if options is None:
+        return None
+    if not isinstance(options, dict):
+        raise ConfigError(f'additional_config has {KEY!r}: {options!r}; pass an object of options, as {{"budget": 1024}}')
+    for name, instead in _OF_VLLM.items():
+        if name in options:
+            raise ConfigError(f"{name}={options[name]!r} is not an option under vLLM: {instead}")
+    return CKVConfig.from_options(options).resolve(engine.model_config.max_model_len)
+
+
+def check(engine: VllmConfig, config: CKVConfig, layer: Layer) -> None:
+    """Refuse what the plugin cannot serve.
+
+    Raises:
+        UnsupportedModelError: with all reasons, and what to change for each.
+    """
+    reasons = [*_of_engine(engine), *_of_layer(engine, config, layer)]
+    if reasons:
+        listed = "\n".join(f"  - {reason}" for reason in reasons)
+        raise UnsupportedModelError(
+            f"ckv_compile cannot serve this under vLLM {vllm.__version__}:\n{listed}\n"
+            f"or take {KEY!r} out of additional_config to serve it without clustering"
+        )
+
+
+def _of_engine(engine: VllmConfig) -> list[str]:
+    model, parallel = engine.model_config, engine.parallel_config
+    found = {
+        f"vLLM {vllm.__version__}: install vllm{SUPPORTED}": Version(vllm.__version__).base_version not in SUPPORTED,
+        "speculative decoding, whose rejected tokens cannot be taken out of a state again: leave out "
+        "speculative_config": engine.speculative_config is not None,
+        "a KV connector or offloading, which would move a state like pages of tokens: leave out kv_transfer_config and "
+        "kv_offloading_size": engine.kv_transfer_config is not None,
+        f"decode context parallelism ({parallel.decode_context_parallel_size} ranks), which splits the tokens of a "
+        "request: set decode_context_parallel_size to 1": parallel.decode_context_parallel_size > 1,
+        f"prefill context parallelism ({parallel.prefill_context_parallel_size} ranks): set "
+        "prefill_context_parallel_size to 1": parallel.prefill_context_parallel_size > 1,
+        "dual batch overlap: leave out enable_dbo and ubatch_size": parallel.use_ubatching,
+        f"{model.architecture}, which has layers that keep another state than keys and values: serve a model of "
+        "attention layers alone": model.is_hybrid,
+        f"{model.architecture}, an encoder-decoder: serve a decoder": model.is_encoder_decoder,
+    }
+    return [reason for reason, holds in found.items() if holds]
+
+
+def _of_layer(engine: VllmConfig, config: CKVConfig, layer: Layer) -> list[str]:
+    dtype = engine.model_config.dtype
+    window = layer.sliding_window or engine.model_config.get_sliding_window()
+    found = {
+        f"a sliding window of {window} tokens: serve a model without, or pass disable_sliding_window": bool(window),
+        "ALiBi, a bias by distance, which merged tokens do not have: serve a model with rotary positions": layer.alibi,
+        f"attention of the kind {layer.attention_type!r}: serve a decoder": layer.attention_type
+        != AttentionType.DECODER,
+        "layers that share keys and values: serve a model without": layer.shares_cache,
+        f"kv_cache_dtype={layer.kv_cache_dtype!r} beside weights of {dtype}: set it to auto": layer.kv_cache_dtype
+        not in ("auto", str(dtype).removeprefix("torch.")),
+        f"attention with {', '.join(layer.others)}: serve a model without": bool(layer.others),
+    }
+    reasons = [reason for reason, holds in found.items() if holds]
+    shape = CacheShape(1, layer.kv_heads, layer.head_size, dtype, torch.device(engine.device_config.device_type))
+    try:
+        check_kernels(shape, config.schedule)
+    except ConfigError as error:
+        reasons.append(str(error))
+    return reasons
+
+
+def layer_of(
+    head_size: int,
+    kv_heads: int,
+    kv_cache_dtype: str,
+    alibi: Any,
+    sliding_window: int | None,
+    attention_type: str,
+    shared: str | None,
+    others: dict[str, Any],
+) -> Layer:
+    """Read what an implementation was handed."""
+    return Layer(
+        head_size,
+        kv_heads,
+        kv_cache_dtype,
+        alibi is not None,
+        sliding_window,
+        str(attention_type),
+        shared is not None,
+        tuple(name for name, value in others.items() if value is not None and value is not False),
+    )
