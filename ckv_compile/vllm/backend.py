@@ -28,7 +28,7 @@ from ckv_compile.cache import CacheShape, CacheState
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, UnsupportedModelError
 from ckv_compile.ops import cached_attention, compact_
-from ckv_compile.vllm.settings import KEY, check, config_of, layer_of
+from ckv_compile.vllm.settings import KEY, Layer, check, config_of
 from ckv_compile.vllm.state import StateSpec, carve
 
 log = logging.getLogger("ckv_compile")
@@ -140,20 +140,9 @@ class StateAttention(AttentionImpl[StateMetadata]):
         engine = get_current_vllm_config()
         config = config_of(engine)
         assert config is not None
-        check(
-            engine,
-            config,
-            layer_of(
-                head_size,
-                self.num_kv_heads,
-                kv_cache_dtype,
-                alibi_slopes,
-                sliding_window,
-                attn_type,
-                kv_sharing_target_layer_name,
-                others,
-            ),
-        )
+        kind = AttentionType(attn_type)
+        asked = (alibi_slopes, sliding_window, kind, kv_sharing_target_layer_name, others)
+        check(engine, config, Layer(head_size, self.num_kv_heads, kv_cache_dtype, *asked))
 
     def do_kv_cache_update(self, *_: Any) -> None:
         """Do nothing: where vLLM asks for this ahead of `forward`, as its CPU engine does, `forward` appends itself."""

@@ -30,11 +30,11 @@ class Layer(NamedTuple):
     head_size: int
     kv_heads: int
     kv_cache_dtype: str
-    alibi: bool
+    alibi_slopes: list[float] | None
     sliding_window: int | None
-    attention_type: str
-    shares_cache: bool
-    others: tuple[str, ...]  # names of arguments that only some models pass
+    attention_type: AttentionType
+    shared_with: str | None  # the layer whose keys and values it attends to
+    others: dict[str, Any]  # arguments that only some models pass
 
 
 def config_of(engine: VllmConfig) -> CKVConfig | None:
@@ -92,16 +92,18 @@ def _of_engine(engine: VllmConfig) -> list[str]:
 
 def _of_layer(engine: VllmConfig, config: CKVConfig, layer: Layer) -> list[str]:
     dtype = engine.model_config.dtype
+    others = [name for name, value in layer.others.items() if value is not None and value is not False]
     window = layer.sliding_window or engine.model_config.get_sliding_window()
     found = {
         f"a sliding window of {window} tokens: serve a model without, or pass disable_sliding_window": bool(window),
-        "ALiBi, a bias by distance, which merged tokens do not have: serve a model with rotary positions": layer.alibi,
-        f"attention of the kind {layer.attention_type!r}: serve a decoder": layer.attention_type
+        "ALiBi, a bias by distance, which merged tokens do not have: serve a model with rotary positions": layer.alibi_slopes
+        is not None,
+        f"attention of the kind {layer.attention_type.value!r}: serve a decoder": layer.attention_type
         != AttentionType.DECODER,
-        "layers that share keys and values: serve a model without": layer.shares_cache,
+        "layers that share keys and values: serve a model without": layer.shared_with is not None,
         f"kv_cache_dtype={layer.kv_cache_dtype!r} beside weights of {dtype}: set it to auto": layer.kv_cache_dtype
         not in ("auto", str(dtype).removeprefix("torch.")),
-        f"attention with {', '.join(layer.others)}: serve a model without": bool(layer.others),
+        f"attention with {', '.join(others)}: serve a model without": bool(others),
     }
     reasons = [reason for reason, holds in found.items() if holds]
     shape = CacheShape(1, layer.kv_heads, layer.head_size, dtype, torch.device(engine.device_config.device_type))
@@ -111,25 +113,3 @@ def _of_layer(engine: VllmConfig, config: CKVConfig, layer: Layer) -> list[str]:
         reasons.append(str(error))
     return reasons
 
-
-def layer_of(
-    head_size: int,
-    kv_heads: int,
-    kv_cache_dtype: str,
-    alibi: Any,
-    sliding_window: int | None,
-    attention_type: str,
-    shared: str | None,
-    others: dict[str, Any],
-) -> Layer:
-    """Read what an implementation was handed."""
-    return Layer(
-        head_size,
-        kv_heads,
-        kv_cache_dtype,
-        alibi is not None,
-        sliding_window,
-        str(attention_type),
-        shared is not None,
-        tuple(name for name, value in others.items() if value is not None and value is not False),
-    )
