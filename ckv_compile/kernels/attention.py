@@ -29,7 +29,14 @@ MAX_HEAD_DIM = 256
 MIN_SPLIT = 128
 """Least slots of a split: fewer cost more to combine than they save."""
 
-_KNOWN = {"fill_ptr": "*i64", "active_ptr": "*i1", "rows_ptr": "*i64", "scale": "fp32", "softcap": "fp32", "query_scale": "fp32"}
+_KNOWN = {
+    "fill_ptr": "*i64",
+    "active_ptr": "*i1",
+    "rows_ptr": "*i64",
+    "scale": "fp32",
+    "softcap": "fp32",
+    "query_scale": "fp32",
+}
 """Types of arguments."""
 
 _LOG2_E = 1.4426950408889634

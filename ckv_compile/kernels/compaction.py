@@ -714,8 +714,8 @@ def _move_kernel(  # type: ignore[no-untyped-def]
                     for tile in range(front_tiles, tiles):
                         _move_tile(
                             old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr,
-                            partner_ptr, plan_ptr, row, of_batch, tile, part, slots, slots, n_front, middle, chunk_size, merges,
-                            HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
+                            partner_ptr, plan_ptr, row, of_batch, tile, part, slots, slots, n_front, middle,
+                            chunk_size, merges, HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
                         )  # fmt: skip
                     if part == 0:
                         for start in range(slots - merges, slots, BLOCK):

@@ -2,8 +2,8 @@
 
     vllm serve MODEL --attention-backend CUSTOM --additional-config '{"ckv": {"budget": 1024}}'
 
-vLLM finds `register` by the entry point group `vllm.general_plugins`. Without the key "ckv" in `additional_config` every
-model is served as if the plugin were not there. The value of the key has the fields of `CKVConfig`.
+vLLM finds `register` by the entry point group `vllm.general_plugins`. Without the key "ckv" in `additional_config`
+every model is served as if the plugin were not there. The value of the key has the fields of `CKVConfig`.
 """
 
 

@@ -69,8 +69,8 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         layers = get_layers_from_vllm_config(vllm_config, Attention)
         if others := sorted(set(layers) - set(layer_names)):
             raise UnsupportedModelError(
-                f"layers of this model differ in what they keep ({layer_names[0]} and {others[0]}): serve a model whose "
-                f"layers are alike, or take {KEY!r} out of additional_config"
+                f"layers of this model differ in what they keep ({layer_names[0]} and {others[0]}): serve a model "
+                f"whose layers are alike, or take {KEY!r} out of additional_config"
             )
         config = config_of(vllm_config)
         assert config is not None
@@ -79,7 +79,9 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         self._layers = {name: index for index, name in enumerate(layer_names)}
         self._attention = layers[layer_names[0]]
         self._state: CacheState | None = None  # until vLLM has allocated its memory
-        longest = max(vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        longest = max(
+            vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        )
         self._rows = torch.zeros(longest, dtype=torch.int64, device=device)  # a CUDA graph reads it at this address
 
     def build(
@@ -102,7 +104,8 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
 
         several = starts[singles:].tolist()
         prompts = [
-            Prompt(*where) for where in zip(several, several[1:], rows[singles:].tolist() if several[1:] else (), strict=False)
+            Prompt(*where)
+            for where in zip(several, several[1:], rows[singles:].tolist() if several[1:] else (), strict=False)
         ]
         return StateMetadata(state, self._plan, self._layers, rows[:singles], prompts)
 
@@ -173,7 +176,7 @@ class StateAttention(AttentionImpl[StateMetadata]):
         if attn_metadata is None:
             return output.fill_(0.0)
         step = attn_metadata
-        state, plan, index = step.state, step.plan, step.layers[layer.layer_name]  # type: ignore[attr-defined]
+        state, plan, index = step.state, step.plan, step.layers[layer.layer_name]
         sinks = None if self.sinks is None else self.sinks.to(query.dtype)
         singles = len(step.rows)
         if singles:
@@ -262,14 +265,14 @@ class CpuBackend(CPUAttentionBackend):
     """Takes the place of the one backend of vLLM's CPU engine, and is that backend unless "ckv" is asked for."""
 
     @staticmethod
-    def get_impl_cls() -> type[AttentionImpl[Any]]:  # type: ignore[override]
+    def get_impl_cls() -> type[AttentionImpl[Any]]:
         """The attention of a layer of the model that is being built."""
         if ClusteredBackend.serve(get_current_vllm_config()):
             return StateAttention
         return CPUAttentionBackend.get_impl_cls()
 
     @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:  # type: ignore[override]
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
         """What says what a step does."""
         return CPUAttentionBackend.get_builder_cls() if ClusteredBackend.serving is None else StateMetadataBuilder
 

@@ -19,9 +19,10 @@ KEY = "ckv"
 SUPPORTED = SpecifierSet(">=0.32,<0.33")
 """Releases of vLLM whose interfaces the plugin was written for."""
 _OF_VLLM = {
-    "prefill_chunk": "max_num_batched_tokens, or long_prefill_token_threshold, says how many tokens of a prompt a step takes",
-    "max_batch_size": "max_num_seqs says how many requests run at once",
+    "prefill_chunk": "vLLM takes as many tokens of a prompt in a step as max_num_batched_tokens says",
+    "max_batch_size": "vLLM runs as many requests at once as max_num_seqs says",
 }
+"""Options of `CKVConfig` that vLLM has others for."""
 
 
 class Layer(NamedTuple):
@@ -48,10 +49,12 @@ def config_of(engine: VllmConfig) -> CKVConfig | None:
     if options is None:
         return None
     if not isinstance(options, dict):
-        raise ConfigError(f'additional_config has {KEY!r}: {options!r}; pass an object of options, as {{"budget": 1024}}')
+        raise ConfigError(
+            f'additional_config has {KEY!r}: {options!r}; pass an object of options, as {{"budget": 1024}}'
+        )
     for name, instead in _OF_VLLM.items():
         if name in options:
-            raise ConfigError(f"{name}={options[name]!r} is not an option under vLLM: {instead}")
+            raise ConfigError(f"{name}={options[name]!r} is not an option here: {instead}")
     return CKVConfig.from_options(options).resolve(engine.model_config.max_model_len)
 
 
@@ -72,44 +75,72 @@ def check(engine: VllmConfig, config: CKVConfig, layer: Layer) -> None:
 
 def _of_engine(engine: VllmConfig) -> list[str]:
     model, parallel = engine.model_config, engine.parallel_config
-    found = {
-        f"vLLM {vllm.__version__}: install vllm{SUPPORTED}": Version(vllm.__version__).base_version not in SUPPORTED,
-        "speculative decoding, whose rejected tokens cannot be taken out of a state again: leave out "
-        "speculative_config": engine.speculative_config is not None,
-        "a KV connector or offloading, which would move a state like pages of tokens: leave out kv_transfer_config and "
-        "kv_offloading_size": engine.kv_transfer_config is not None,
-        f"decode context parallelism ({parallel.decode_context_parallel_size} ranks), which splits the tokens of a "
-        "request: set decode_context_parallel_size to 1": parallel.decode_context_parallel_size > 1,
-        f"prefill context parallelism ({parallel.prefill_context_parallel_size} ranks): set "
-        "prefill_context_parallel_size to 1": parallel.prefill_context_parallel_size > 1,
-        "dual batch overlap: leave out enable_dbo and ubatch_size": parallel.use_ubatching,
-        f"{model.architecture}, which has layers that keep another state than keys and values: serve a model of "
-        "attention layers alone": model.is_hybrid,
-        f"{model.architecture}, an encoder-decoder: serve a decoder": model.is_encoder_decoder,
-    }
-    return [reason for reason, holds in found.items() if holds]
+    found = [
+        (
+            Version(vllm.__version__).base_version not in SUPPORTED,
+            f"vLLM {vllm.__version__}: install vllm{SUPPORTED}",
+        ),
+        (
+            engine.speculative_config is not None,
+            "speculative decoding, since a rejected token cannot be taken out of a state: leave out speculative_config",
+        ),
+        (
+            engine.kv_transfer_config is not None,
+            "a KV connector or offloading, which moves pages of tokens: leave out kv_transfer_config and "
+            "kv_offloading_size",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1,
+            f"decode_context_parallel_size={parallel.decode_context_parallel_size}, which splits the tokens of a "
+            "request: set it to 1",
+        ),
+        (
+            parallel.prefill_context_parallel_size > 1,
+            f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}, which splits a prompt: set it "
+            "to 1",
+        ),
+        (parallel.use_ubatching, "two batches that overlap: leave out enable_dbo and ubatch_size"),
+        (
+            model.is_hybrid,
+            f"{model.architecture}, with layers that keep another state than keys and values: serve a model of "
+            "attention layers alone",
+        ),
+        (model.is_encoder_decoder, f"{model.architecture}, an encoder-decoder: serve a decoder"),
+    ]
+    return [reason for holds, reason in found if holds]
 
 
 def _of_layer(engine: VllmConfig, config: CKVConfig, layer: Layer) -> list[str]:
     dtype = engine.model_config.dtype
-    others = [name for name, value in layer.others.items() if value is not None and value is not False]
     window = layer.sliding_window or engine.model_config.get_sliding_window()
-    found = {
-        f"a sliding window of {window} tokens: serve a model without, or pass disable_sliding_window": bool(window),
-        "ALiBi, a bias by distance, which merged tokens do not have: serve a model with rotary positions": layer.alibi_slopes
-        is not None,
-        f"attention of the kind {layer.attention_type.value!r}: serve a decoder": layer.attention_type
-        != AttentionType.DECODER,
-        "layers that share keys and values: serve a model without": layer.shared_with is not None,
-        f"kv_cache_dtype={layer.kv_cache_dtype!r} beside weights of {dtype}: set it to auto": layer.kv_cache_dtype
-        not in ("auto", str(dtype).removeprefix("torch.")),
-        f"attention with {', '.join(others)}: serve a model without": bool(others),
-    }
-    reasons = [reason for reason, holds in found.items() if holds]
+    others = [name for name, value in layer.others.items() if value is not None and value is not False]
+    found = [
+        (
+            bool(window),
+            f"a sliding window of {window} tokens: serve a model without one, or pass disable_sliding_window",
+        ),
+        (
+            layer.alibi_slopes is not None,
+            "ALiBi, a bias by distance, which merged tokens do not have: serve a model with rotary positions",
+        ),
+        (
+            layer.attention_type != AttentionType.DECODER,
+            f"attention of the kind {layer.attention_type.value!r}: serve a decoder",
+        ),
+        (
+            layer.shared_with is not None,
+            f"a layer that attends to the keys and values of {layer.shared_with}: serve a model without such layers",
+        ),
+        (
+            layer.kv_cache_dtype not in ("auto", str(dtype).removeprefix("torch.")),
+            f"kv_cache_dtype={layer.kv_cache_dtype!r} beside weights of {dtype}: set it to auto",
+        ),
+        (bool(others), f"attention with {', '.join(others)}: serve a model without"),
+    ]
+    reasons = [reason for holds, reason in found if holds]
     shape = CacheShape(1, layer.kv_heads, layer.head_size, dtype, torch.device(engine.device_config.device_type))
     try:
         check_kernels(shape, config.schedule)
     except ConfigError as error:
         reasons.append(str(error))
     return reasons
-

@@ -25,7 +25,7 @@ class StateSpec(CircularBufferSpec):
 
     @classmethod
     def of(cls, spec: AttentionSpec, capacity: int, longest: int) -> "StateSpec":
-        """The spec of a layer that keeps `capacity` slots for each KV head of `spec`, of requests of `longest` tokens."""
+        """The spec of a layer that keeps `capacity` slots for each KV head of `spec`, for requests up to `longest`."""
         shape = CacheShape(1, spec.num_kv_heads, spec.head_size, spec.dtype, torch.device("meta"))
         return cls(
             block_size=longest,
