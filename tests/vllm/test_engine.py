@@ -56,19 +56,20 @@ def transformed(folder: str, prompts: list[Tokens], **options: Any) -> list[Toke
     return replies
 
 
-def implementations(llm: LLM) -> set[type]:
-    def of_worker(worker: Any) -> set[type]:
-        layers = worker.model_runner.compilation_config.static_forward_context.values()
-        return {type(layer.impl) for layer in layers}
+def attentions(llm: LLM) -> list[list[tuple[str, int]]]:
+    """The attention of each layer in each process, and its KV heads."""
 
-    (found,) = llm.collective_rpc(of_worker)
-    return found
+    def of_worker(worker: Any) -> list[tuple[str, int]]:
+        layers = worker.model_runner.compilation_config.static_forward_context.values()
+        return [(type(layer.impl).__name__, layer.impl.num_kv_heads) for layer in layers]
+
+    return llm.collective_rpc(of_worker)
 
 
 def test_it_is_inert_unless_asked_for(folder: str) -> None:
-    assert implementations(engine(folder, SMALL)) == {StateAttention}
-    assert implementations(engine(folder)) == {CPUAttentionBackendImpl}
-    assert implementations(engine(folder, SMALL)) == {StateAttention}
+    for _ in range(2):
+        assert attentions(engine(folder, SMALL)) == [[(StateAttention.__name__, 2)] * 3]
+        assert attentions(engine(folder)) == [[(CPUAttentionBackendImpl.__name__, 2)] * 3]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,17 @@ def test_log_probabilities_are_those_of_vllm(folder: str, prompts: list[Tokens])
         found.append([{token: value.logprob for token, value in step.items()} for step in steps])
     for ours, theirs in zip(*found, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_two_processes_have_the_tokens_of_one(
+    folder: str, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallelism: one of the two KV heads of every layer in each process."""
+    alone = generate(engine(folder, SMALL), prompts, greedy(NEW))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    two = engine(folder, SMALL, distributed_executor_backend="mp", tensor_parallel_size=2)
+    assert attentions(two) == [[(StateAttention.__name__, 1)] * 3] * 2
+    assert generate(two, prompts, greedy(NEW)) == alone
 
 
 def test_as_many_states_fit_as_ckv_plan_says(folder: str) -> None:
