@@ -6,7 +6,8 @@
 their running means, and attends;
 `ckv::window_attention` does so for a layer with a sliding window, whose last tokens are kept exactly; `ckv::compact_`
 closes the step for all layers. These three change the tensors of `CacheState` in place, and their schemas say so;
-so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself.
+so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself; it takes in the queries if
+it is told them.
 
 Batch row b of every argument belongs to batch row b of the state; a row that is not active is left as it is. Of several
 new tokens, the first `padding[b]` of a row are skipped. A batch of one new token a row may be of any rows of a larger
@@ -68,9 +69,9 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor queries, Tensor fill, "
-    "Tensor active, Tensor position, Tensor(d!) window_keys, Tensor(e!) window_values, int layer, bool windowed, "
-    f"{_PLAN}, Tensor? padding=None) -> ()",
+    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(f!) queries, "
+    "Tensor fill, Tensor active, Tensor position, Tensor(d!) window_keys, Tensor(e!) window_values, int layer, "
+    f"bool windowed, {_PLAN}, Tensor? padding=None, Tensor? q=None, float scale=1.0) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -223,6 +224,8 @@ def _append_(
     r_min: float,
     n_exact: int = 0,
     padding: Tensor | None = None,  # [B]
+    q: Tensor | None = None,  # [B, H, S, D]
+    scale: float = 1.0,
 ) -> None:
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     for b, count, skip in _rows(position if windowed else fill, active, padding, k.shape[2]):
@@ -233,6 +236,8 @@ def _append_(
             _append_to_ring(*new, window_keys[b, layer], window_values[b, layer], count)
         else:
             slots = (keys[b, layer], values[b, layer], degree[b, layer])
+            if q is not None:
+                clustering.observe_(queries[b, layer], q[b, :, skip:], scale)
             _append(*new, *slots, queries[b, layer], count, schedule)
 
 

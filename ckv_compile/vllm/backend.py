@@ -1,7 +1,6 @@
 """Attention over clustered states as backends of vLLM."""
 
 import dataclasses
-import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,18 +19,29 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
 
 from ckv_compile.cache import CacheShape, CacheState
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, UnsupportedModelError
-from ckv_compile.ops import cached_attention, compact_
+from ckv_compile.ops import append_, cached_attention, compact_
 from ckv_compile.vllm.settings import KEY, Layer, check, config_of
 from ckv_compile.vllm.state import StateSpec, carve
 
-log = logging.getLogger("ckv_compile")
+_BLOCK = 128
+"""Tokens of a block of vLLM's kernel, of which a prompt that begins takes a few."""
+
+
+def _has_causal_kernel(device: torch.device, head_size: int) -> bool:
+    """Whether vLLM's CPU kernel serves these heads."""
+    return device.type == "cpu" and head_size in CPUAttentionBackend.get_supported_head_sizes()
 
 
 class Prompt(NamedTuple):
@@ -42,11 +52,19 @@ class Prompt(NamedTuple):
     row: int
 
 
+class Beginnings(NamedTuple):
+    """The prompts that begin in a step on the CPU: causal attention alone, for which vLLM has a faster kernel."""
+
+    prompts: list[Prompt]  # the last ones of the step
+    metadata: CPUAttentionMetadata
+    cache: Tensor  # where that kernel reads keys and values, of one layer at a time
+
+
 @dataclass
 class StateMetadata(AttentionMetadata):
     """What a step does, the same for all layers.
 
-    Requests of one token come first in a step, then those of several.
+    Requests of one token come first in a step, then those that go on reading a prompt, then those that begin one.
     """
 
     state: CacheState
@@ -54,6 +72,7 @@ class StateMetadata(AttentionMetadata):
     layers: dict[str, int]  # the place of a layer in the state, by its name
     rows: Tensor  # [number of requests of one token] int64, on the device: the rows of the state that take a token
     prompts: list[Prompt]
+    beginnings: Beginnings | None
 
 
 class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
@@ -83,6 +102,11 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
             vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
         )
         self._rows = torch.zeros(longest, dtype=torch.int64, device=device)  # a CUDA graph reads it at this address
+        self._causal: CPUAttentionMetadataBuilder | None = None
+        if _has_causal_kernel(device, kv_cache_spec.head_size):
+            shape = {"num_kv_heads": kv_cache_spec.num_kv_heads, "head_size": kv_cache_spec.head_size}
+            pages = FullAttentionSpec(block_size=_BLOCK, dtype=kv_cache_spec.dtype, **shape)
+            self._causal = CPUAttentionMetadataBuilder(pages, layer_names, vllm_config, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -97,17 +121,45 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         starts, seen = common.query_start_loc_cpu[: common.num_reqs + 1], common.seq_lens_cpu_upper_bound
         assert seen is not None
         taken = starts.diff()
-        if len(begin := ((seen[: common.num_reqs] == taken) & (taken > 0)).nonzero().flatten()):
+        begin = ((seen[: common.num_reqs] == taken) & (taken > 0)).nonzero().flatten()
+        if len(begin):
             begun = rows[begin.to(rows.device)]
             for part in (state.fill, state.position, state.queries):
                 part.index_fill_(0, begun, 0)
 
-        several = starts[singles:].tolist()
-        prompts = [
-            Prompt(*where)
-            for where in zip(several, several[1:], rows[singles:].tolist() if several[1:] else (), strict=False)
-        ]
-        return StateMetadata(state, self._plan, self._layers, rows[:singles], prompts)
+        prompts, beginnings = [], None
+        if singles < common.num_reqs:
+            bounds = starts[singles:].tolist()
+            prompts = [Prompt(*where) for where in zip(bounds, bounds[1:], rows[singles:].tolist(), strict=False)]
+        if self._causal is not None and (several := begin[begin >= singles].tolist()):
+            going_on = several[0] - singles
+            beginnings = self._beginnings(self._causal, prompts[going_on:])
+            prompts = prompts[:going_on]
+        return StateMetadata(state, self._plan, self._layers, rows[:singles], prompts, beginnings)
+
+    def _beginnings(self, causal: CPUAttentionMetadataBuilder, prompts: list[Prompt]) -> Beginnings:
+        """Give each prompt blocks of its own in a cache that lives for this step."""
+        lengths = torch.tensor([prompt.stop - prompt.start for prompt in prompts], dtype=torch.int32)
+        starts = torch.tensor([prompts[0].start, *(prompt.stop for prompt in prompts)], dtype=torch.int32)
+        blocks = (lengths + _BLOCK - 1) // _BLOCK
+        first = blocks.cumsum(0, dtype=torch.int32) - blocks
+        longest = int(lengths.max())
+        common = CommonAttentionMetadata(
+            query_start_loc=starts - starts[0],
+            query_start_loc_cpu=starts - starts[0],
+            seq_lens=lengths,
+            num_reqs=len(prompts),
+            num_actual_tokens=prompts[-1].stop - prompts[0].start,
+            max_query_len=longest,
+            max_seq_len=longest,
+            block_table_tensor=first[:, None] + torch.arange(int(blocks.max()), dtype=torch.int32),
+            slot_mapping=torch.cat(
+                [torch.arange(length) + block * _BLOCK for length, block in zip(lengths, first, strict=True)]
+            ),
+        )
+        spec = self.kv_cache_spec
+        cache = torch.zeros(int(blocks.sum()), spec.num_kv_heads, _BLOCK, 2 * spec.head_size, dtype=spec.dtype)
+        return Beginnings(prompts, causal.build(0, common), cache)
 
     def _states(self) -> CacheState:
         if self._state is None:
@@ -146,6 +198,10 @@ class StateAttention(AttentionImpl[StateMetadata]):
         kind = AttentionType(attn_type)
         asked = (alibi_slopes, sliding_window, kind, kv_sharing_target_layer_name, others)
         check(engine, config, Layer(head_size, self.num_kv_heads, kv_cache_dtype, *asked))
+        self._causal: CPUAttentionBackendImpl | None = None
+        if _has_causal_kernel(torch.device(engine.device_config.device_type), head_size):
+            heads = (num_heads, head_size, scale, self.num_kv_heads)
+            self._causal = CPUAttentionBackendImpl(*heads, None, None, kv_cache_dtype, logits_soft_cap, sinks=sinks)
 
     def do_kv_cache_update(self, *_: Any) -> None:
         """Do nothing: where vLLM asks for this ahead of `forward`, as its CPU engine does, `forward` appends itself."""
@@ -187,12 +243,36 @@ class StateAttention(AttentionImpl[StateMetadata]):
             new = (part[start:stop].transpose(0, 1)[None] for part in (query, key, value))
             out = cached_attention(*new, *state.row(row)[:6], index, self.scale, sinks, self.softcap, *plan)
             output[start:stop] = out[0].transpose(0, 1)
+        if step.beginnings is not None:
+            self._begin(step, step.beginnings, layer, query, key, value, output)
         if index == len(step.layers) - 1:
             if singles:
                 compact_(*state[:7], 1, *plan, rows=step.rows)
-            for start, stop, row in step.prompts:
+            for start, stop, row in (*step.prompts, *(step.beginnings.prompts if step.beginnings else ())):
                 compact_(*state.row(row)[:7], stop - start, *plan)
         return output
+
+    def _begin(
+        self,
+        step: StateMetadata,
+        beginnings: Beginnings,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+    ) -> None:
+        """Let vLLM's kernel attend to the prompts that begin, and put them into their states."""
+        assert self._causal is not None
+        prompts, metadata, cache = beginnings
+        begun = slice(prompts[0].start, prompts[-1].stop)
+        new = (key[begun], value[begun])
+        self._causal.do_kv_cache_update(layer, *new, cache, metadata.slot_mapping)
+        self._causal.forward(layer, query[begun], *new, cache, metadata, output[begun])
+        index = step.layers[layer.layer_name]
+        for start, stop, row in prompts:
+            q, k, v = (part[start:stop].transpose(0, 1)[None] for part in (query, key, value))
+            append_(k, v, *step.state.row(row), index, False, *step.plan, q=q, scale=self.scale)
 
 
 class ClusteredBackend(AttentionBackend):
