@@ -281,6 +281,20 @@ def test_a_batch_of_some_rows_of_a_state_has_the_bits_of_these_rows(schedule: Sc
     assert (state.position[[1, 3]] > state.fill[[1, 3]]).all(), "they were compacted"
 
 
+@pytest.mark.parametrize("turns", [[20, 5], [100], [20, 60]], ids=str)
+def test_appending_with_queries_leaves_what_attention_leaves(turns: list[int]) -> None:
+    plan = dataclasses.astuple(EXACT)
+    ours, theirs = (empty_state(2, 8, torch.float32) for _ in range(2))
+    for steps in turns:
+        turn = random_turn(2, steps, 8, torch.float32, seed=steps)
+        run_ops(theirs, turn, plan)
+        for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
+            append_(k, v, *ours, layer, False, *plan, q=q, scale=SCALE)
+        compact_(*ours[:7], steps, *plan)
+    for name, left in ours._asdict().items():
+        assert torch.equal(left, getattr(theirs, name)), name
+
+
 def test_rows_are_for_one_new_token() -> None:
     turn, state = random_turn(1, 2, 8, torch.float32, seed=0), empty_state(3, 8, torch.float32)
     with pytest.raises(ValueError, match="2 tokens a row, and rows of a larger state"):

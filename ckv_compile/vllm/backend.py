@@ -64,7 +64,7 @@ class Beginnings(NamedTuple):
 class StateMetadata(AttentionMetadata):
     """What a step does, the same for all layers.
 
-    Requests of one token come first in a step, then those that go on reading a prompt, then those that begin one.
+    Requests of one token come first in a step, then those that read a prompt; of these, last, those that begin one.
     """
 
     state: CacheState
@@ -131,10 +131,13 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         if singles < common.num_reqs:
             bounds = starts[singles:].tolist()
             prompts = [Prompt(*where) for where in zip(bounds, bounds[1:], rows[singles:].tolist(), strict=False)]
-        if self._causal is not None and (several := begin[begin >= singles].tolist()):
-            going_on = several[0] - singles
-            beginnings = self._beginnings(self._causal, prompts[going_on:])
-            prompts = prompts[:going_on]
+        if self._causal is not None:
+            going_on, new = len(prompts), set((begin - singles).tolist())
+            while going_on - 1 in new:
+                going_on -= 1
+            if going_on < len(prompts):
+                beginnings = self._beginnings(self._causal, prompts[going_on:])
+                prompts = prompts[:going_on]
         return StateMetadata(state, self._plan, self._layers, rows[:singles], prompts, beginnings)
 
     def _beginnings(self, causal: CPUAttentionMetadataBuilder, prompts: list[Prompt]) -> Beginnings:

@@ -1,11 +1,13 @@
-"""`vllm serve` with the plugin, asked over HTTP by OpenAI's client; and an engine of two processes."""
+"""`vllm serve` with the plugin, asked over HTTP by OpenAI's client; and the benchmark of serving."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -14,6 +16,7 @@ from engines import engine
 from vllm import SamplingParams
 
 from ckv_compile.loading import SMOLLM2, load_tokenizer
+from ckv_compile.vllm import bench
 
 SMALL = {"budget": 64, "interval": 16}
 LONGEST = 512
@@ -93,3 +96,25 @@ def test_a_chat_with_sampling_repeats_with_its_seed(client: openai.OpenAI) -> No
     assert first == again
     assert first[0] != first[1]
     assert first != other
+
+
+def test_the_benchmark_serves_with_both_caches(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    file = tmp_path / "rows.json"
+    command = ["--model", folder, "--requests", "6", "--prompt", "200", "--tokens", "30", "--memory", "1"]
+    command += ["--dtype", "float32", "--eager", "--ckv", json.dumps(SMALL), "--json", str(file)]
+    bench.main(command)
+    stock, ours = json.loads(file.read_text())["rows"]
+    assert (stock["engine"], ours["engine"]) == (bench.STOCK, bench.OURS)
+    assert ours["states"] > stock["states"] > 0
+    assert ours["running"] > stock["running"]
+    assert ours["steps"] < stock["steps"]
+    assert ours["preemptions"] == 0
+    assert bench.report([stock, ours]) in capsys.readouterr().out
+
+
+def test_the_benchmark_refuses_bad_options_at_once() -> None:
+    with pytest.raises(SystemExit, match="did you mean 'budget'"):
+        bench.main(["--ckv", '{"budgt": 64}'])
