@@ -9,6 +9,7 @@ import pytest
 import vllm
 from conftest import VOCABULARY, tiny_model
 from engines import engine, generate, greedy, random_prompts
+from transformers import DeepseekV2Config
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionType
@@ -135,3 +136,14 @@ def test_an_engine_does_not_start_with_what_is_refused(tmp_path: Path) -> None:
     llm = engine(str(tmp_path), SMALL, disable_sliding_window=True, max_model_len=64)
     prompt = random_prompts(20, vocabulary=VOCABULARY)
     assert len(generate(llm, prompt, greedy(10))[0]) == 10
+
+
+def test_latent_attention_is_refused_and_not_served_without_clustering(tmp_path: Path) -> None:
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 512}
+    dims = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "max_position_embeddings": 256}
+    experts = {"n_routed_experts": 4, "first_k_dense_replace": 1}
+    config = DeepseekV2Config(**shape, **heads, **dims, **experts, architectures=["DeepseekV2ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"DeepseekV2ForCausalLM has latent attention.*take 'ckv' out"):
+        engine(str(tmp_path), SMALL, max_model_len=256, load_format="dummy")
