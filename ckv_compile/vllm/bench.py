@@ -59,6 +59,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=count,
         kv_cache_memory_bytes=job["memory"],
         enforce_eager=job["eager"],
+        **({"enable_chunked_prefill": False, "max_num_batched_tokens": 2 * (length + tokens)} if job["whole"] else {}),
         enable_prefix_caching=False,  # no two prompts begin alike
         seed=0,
         **({} if job["ckv"] is None else {"additional_config": {"ckv": job["ckv"]}, **job["backend"]}),
@@ -132,6 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--memory", type=int, default=256, help="MiB of the KV cache (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache (default: %(default)s)")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
+    parser.add_argument("--whole", action="store_true", help="no step cuts a prompt: enable_chunked_prefill=False")
     parser.add_argument("--backend", help="attention backend of the clustered cache: CUSTOM, where there is a GPU")
     parser.add_argument(
         "--ckv", type=json.loads, default={"budget": 512}, help="options of the cache (default: %(default)s)"
@@ -153,6 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
         "memory": args.memory * 2**20,
         "dtype": args.dtype,
         "eager": args.eager,
+        "whole": args.whole,
         "backend": {} if args.backend is None else {"attention_backend": args.backend},
     }
     rows = []

@@ -105,6 +105,13 @@ def test_requests_together_have_the_tokens_of_each_alone_and_of_transform(
     assert together != stock, "something was merged"
 
 
+def test_without_chunks_a_prompt_is_read_whole_whatever_runs_beside_it(folder: str, prompts: list[Tokens]) -> None:
+    """All prompts together are more tokens than a step takes."""
+    whole = engine(folder, SMALL, enable_chunked_prefill=False, max_num_batched_tokens=LONGEST)
+    assert sum(map(len, prompts)) > LONGEST
+    assert generate(whole, prompts, greedy(NEW)) == transformed(folder, prompts, **SMALL)
+
+
 def test_chunks_of_a_prompt_are_those_of_transform(folder: str, prompts: list[Tokens]) -> None:
     llm = engine(folder, SMALL, max_num_batched_tokens=64)
     alone = [generate(llm, [prompt], greedy(NEW))[0] for prompt in prompts]

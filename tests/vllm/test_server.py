@@ -104,7 +104,7 @@ def test_the_benchmark_serves_with_both_caches(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     file = tmp_path / "rows.json"
     command = ["--model", folder, "--requests", "6", "--prompt", "200", "--tokens", "30", "--memory", "1"]
-    command += ["--dtype", "float32", "--eager", "--ckv", json.dumps(SMALL), "--json", str(file)]
+    command += ["--dtype", "float32", "--eager", "--whole", "--ckv", json.dumps(SMALL), "--json", str(file)]
     bench.main(command)
     stock, ours = json.loads(file.read_text())["rows"]
     assert (stock["engine"], ours["engine"]) == (bench.STOCK, bench.OURS)
