@@ -27,7 +27,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 import torch
 import transformers
@@ -48,11 +48,12 @@ from ckv_compile.ops import cached_attention, compact_, window_attention
 from ckv_compile.passes.lower_to_triton import lower_to_triton
 from ckv_compile.pipeline import CompileMode, PassResult, Program, Rewritten, check_mode, decode_graph, run_passes
 from ckv_compile.program import StoredProgram, Weight
+from ckv_compile.schedule import Plans
 
 log = logging.getLogger("ckv_compile")
 
 FORMAT = "ckv_compile artifact"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 _CONFIG, _MODEL_CONFIG, _GENERATION_CONFIG = "ckv_config.json", "config.json", "generation_config.json"
 _PREFILL, _KERNEL = "prefill.pt2", "decode_attention.so"
@@ -282,7 +283,7 @@ def read(
             for rows, name in _steps(manifest, ".pt2").items()
             if not uses_packages or rows not in packages
         }
-    rewritten = Rewritten(prefill, table.shape, table.vocabulary, table.positions, table.passes, steps)
+    rewritten = Rewritten(prefill, table.shape, table.plans, table.vocabulary, table.positions, table.passes, steps)
     saved = Saved(rewritten, table.config, *_configs(folder))
     if uses_packages and _KERNEL in manifest.files:
         with _as_artifact_error(folder / _KERNEL):
@@ -317,6 +318,7 @@ class _Table(NamedTuple):
 
     config: CKVConfig
     shape: CacheShape
+    plans: Plans
     vocabulary: int
     positions: int | None
     passes: tuple[PassResult, ...]
@@ -359,10 +361,12 @@ class _Table(NamedTuple):
             _check_fields(entry, f"{_CONFIG}: weights", **weight)
         with _as_artifact_error(folder / _CONFIG):
             config = CKVConfig.from_options(data["config"])
-            config.schedule  # noqa: B018  (raises unless the budget is a number of slots)
             dtype, device = _dtype(data["cache"]["dtype"]), torch.device(manifest.device)
             shape = CacheShape(**{**data["cache"], "dtype": dtype, "device": device})
-            _state_on_meta(shape, config)  # raises for sizes that no tensor has
+            if len(config.light_layers) != shape.light_layers:
+                raise ValueError(f"{shape.light_layers} light layers, and the config has {config.light_layers}")
+            plans = config.plans(shape.layers + shape.light_layers)
+            _state_on_meta(shape, plans)  # raises for sizes that no tensor has
             weights = tuple(
                 _Entry(**{**entry, "dtype": _dtype(entry["dtype"]), "shape": tuple(entry["shape"])})
                 for entry in data["weights"]
@@ -374,7 +378,7 @@ class _Table(NamedTuple):
             if len({entry.name for entry in weights}) < len(weights):
                 raise ValueError("two weights of one name")
         passes = tuple(PassResult(**result) for result in data["passes"])
-        return cls(config, shape, vocabulary, positions, passes, weights)
+        return cls(config, shape, plans, vocabulary, positions, passes, weights)
 
 
 def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard_size: int) -> None:
@@ -387,12 +391,17 @@ def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard
     saved.generation_config.save_pretrained(folder)
     weights = program.weights_of(rewritten.graph)
     entries = _write_weights(weights, folder, max_shard_size)
-    table = _Table(config, shape, rewritten.vocabulary, rewritten.positions, rewritten.passes, entries)
+    table = _Table(config, shape, rewritten.plans, rewritten.vocabulary, rewritten.positions, rewritten.passes, entries)
     (folder / _CONFIG).write_text(table.to_json())
-    prefill = program.export(rewritten.graph, weights, CacheState.allocate(shape, config.capacity, 2), steps=None)
+    prefill = program.export(
+        rewritten.graph,
+        weights,
+        CacheState.allocate(shape, rewritten.plans.main.capacity, 2, rewritten.plans.light.capacity),
+        steps=None,
+    )
     _write_program(prefill, folder / _PREFILL, table, rows=None)
     for rows in sorted({1, *aot}):
-        state = CacheState.allocate(shape, config.capacity, rows)
+        state = CacheState.allocate(shape, rewritten.plans.main.capacity, rows, rewritten.plans.light.capacity)
         step = program.export(decode_graph(rewritten, state), weights, state, steps=1)
         if rows in aot:  # first: it needs the examples of its inputs
             if shape.device.type == "cuda":
@@ -508,15 +517,16 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
                 raise ArtifactError(f"{folder / name} is damaged: its SHA-256 is not that of the manifest")
 
 
-def _state_on_meta(shape: CacheShape, config: CKVConfig) -> CacheState:
+def _state_on_meta(shape: CacheShape, plans: Plans) -> CacheState:
     """The dtypes and sizes of the state of one row."""
-    return CacheState.allocate(shape._replace(device=torch.device("meta")), config.capacity, 1)
+    return CacheState.allocate(
+        shape._replace(device=torch.device("meta")), plans.main.capacity, 1, plans.light.capacity
+    )
 
 
 def _check_program(stored: StoredProgram, name: str, table: _Table, rows: int | None) -> None:
     """Compare what a program takes, and its calls of our operators, with the table."""
-    config = table.config
-    state = _state_on_meta(table.shape, config)
+    state = _state_on_meta(table.shape, table.plans)
     expected = {
         program.weight_name(number): program.Input(entry.dtype, entry.shape)
         for number, entry in enumerate(table.weights)
@@ -529,17 +539,32 @@ def _check_program(stored: StoredProgram, name: str, table: _Table, rows: int | 
     for field, found in stored.inputs.items():
         if found != expected[field]:
             raise ArtifactError(f"{name} takes {field} as {found}, where {_CONFIG} has {expected[field]}")
-    plan = dataclasses.asdict(config.schedule)
-    for target, layers in ((cached_attention, table.shape.layers), (window_attention, table.shape.window_layers)):
-        calls = [_arguments(node) for node in stored.graph.find_nodes(op="call_function", target=target)]
-        numbers = [call.get("layer") for call in calls]
+    shape, (main, light) = table.shape, (dataclasses.asdict(plan.schedule) for plan in table.plans)
+    groups: tuple[tuple[Any, str, int, dict[str, Any]], ...] = (
+        (cached_attention, "keys", shape.layers, main),
+        (cached_attention, "light_keys", shape.light_layers, light),
+        (window_attention, "window_keys", shape.window_layers, {}),
+    )
+    calls = [node for node in stored.graph.nodes if node.target in (cached_attention, window_attention)]
+    for target, keys, layers, plan in groups:
+        own = [_arguments(node) for node in calls if (node.target, _first_state(node)) == (target, keys)]
+        numbers = [call.get("layer") for call in own]
         if numbers != list(range(layers)):
-            raise ArtifactError(f"{name} attends in layers {numbers} by {target}, where {_CONFIG} has {layers}")
-        if target is cached_attention and any(not plan.items() <= call.items() for call in calls):
-            raise ArtifactError(f"{name} compacts by another plan than {_CONFIG}: {plan}")
-    closings = [_arguments(node) for node in stored.graph.find_nodes(op="call_function", target=compact_)]
-    if len(closings) != 1 or not plan.items() <= closings[0].items():
-        raise ArtifactError(f"{name} does not end a step by the plan of {_CONFIG}: {plan}")
+            raise ArtifactError(f"{name} attends in layers {numbers} of {keys}, where {_CONFIG} has {layers}")
+        if any(not plan.items() <= call.items() for call in own):
+            raise ArtifactError(f"{name} compacts {keys} by another plan than {_CONFIG}: {plan}")
+    if len(calls) != shape.layers + shape.light_layers + shape.window_layers:
+        raise ArtifactError(f"{name} attends {len(calls)} times, and {_CONFIG} has other layers: {shape}")
+    closings = stored.graph.find_nodes(op="call_function", target=compact_)
+    due = {"light_keys": light, "keys": main} if shape.light_layers else {"keys": main}
+    ends = {_first_state(node): _arguments(node) for node in closings}
+    if list(ends) != list(due) or any(not due[keys].items() <= ends[keys].items() for keys in due):
+        raise ArtifactError(f"{name} does not end a step by the plans of {_CONFIG}: {due}")
+
+
+def _first_state(node: Node) -> str:
+    """The name of the first tensor of the state that one of our operators is called with: it tells the group."""
+    return next((each.name for each in node.all_input_nodes if each.name in CacheState._fields), "")
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -696,7 +721,7 @@ def _check_fields(data: Any, where: str, **types: Any) -> None:
 
 
 def _types(config: type) -> dict[str, Any]:
-    return {field.name: field.type for field in dataclasses.fields(config)}
+    return {field.name: list if get_origin(field.type) is tuple else field.type for field in dataclasses.fields(config)}
 
 
 def _json(data: bytes, name: str) -> Any:

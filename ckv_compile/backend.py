@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckv_compile.cache import CacheState, ClusteredCache
+from ckv_compile.cache import CacheState, ClusteredCache, Group
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, InputError, UnsupportedModelError
 from ckv_compile.graph import (
@@ -48,7 +48,7 @@ from ckv_compile.passes.insert_cached_attention import insert_cached_attention
 from ckv_compile.passes.insert_compaction import insert_compaction
 from ckv_compile.passes.reduce_linear import reduce_linear
 from ckv_compile.pipeline import Pass, run_passes
-from ckv_compile.schedule import Schedule
+from ckv_compile.schedule import GroupPlan, Plans, Schedule
 
 _MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "eager")
 _STATE_ARGUMENTS = slice(2, 2 + len(CacheState._fields))  # of ckv::update
@@ -93,9 +93,11 @@ def cache_for(
             f"{name} changes its rotary frequencies with the length of its input: use transform(), which chooses them "
             "once"
         )
+    state = state_inputs(rewritten.graph)
+    kinds: dict[Node, Group] = {state.keys: "main", state.light_keys: "light", state.window_keys: "window"}
     layers = [node for node in rewritten.graph.graph.nodes if node.target in (cached_attention, window_attention)]
-    windowed = tuple(node.target is window_attention for node in layers)
-    return allocate_cache(rewritten.shape, config, batch_size, windowed=windowed, positions=rewritten.positions)
+    groups = tuple(kinds[node.args[3]] for node in layers)
+    return allocate_cache(rewritten.shape, config, batch_size, groups=groups, positions=rewritten.positions)
 
 
 def backend(
@@ -125,8 +127,10 @@ def backend(
     updates = aten.graph.find_nodes(op="call_function", target=update)
     if not updates:
         _refuse_without_cache(aten)
-    schedule = _name_inputs(aten, graph, updates)
-    _check_options(options or {}, schedule, aten)
+    plans = _name_inputs(aten, graph, updates)
+    groups = [node.args[_STATE_ARGUMENTS.stop + 1] for node in updates]
+    light_layers = [number for number, group in enumerate(groups) if group == "light"]
+    _check_options(options or {}, plans, light_layers, len(groups) - groups.count("window"))
     _check_layers(aten, updates)
     _check_positions_of_rows(aten)
     steps = tensor_meta(updates[0].args[0]).shape[2]
@@ -139,8 +143,8 @@ def backend(
         with aten.graph.inserting_after(placeholders[-1]):
             aten.graph.placeholder("padding").meta["val"] = tensor_meta(state_inputs(aten).position)
     passes: list[Pass] = [
-        functools.partial(insert_cached_attention, schedule=schedule),
-        functools.partial(insert_compaction, schedule=schedule),
+        functools.partial(insert_cached_attention, plans=plans, light_layers=light_layers),
+        functools.partial(insert_compaction, plans=plans),
     ]
     on_cpu = tensor_meta(state_inputs(aten).keys).device.type == "cpu"
     if steps == 1 and on_cpu and mode != "eager":
@@ -218,8 +222,8 @@ def _to_aten(graph: GraphModule) -> GraphModule:
     return aten
 
 
-def _name_inputs(aten: GraphModule, graph: GraphModule, updates: list[Node]) -> Schedule:
-    """Give the inputs that the passes look at their names, and return the schedule of the cache."""
+def _name_inputs(aten: GraphModule, graph: GraphModule, updates: list[Node]) -> Plans:
+    """Give the inputs that the passes look at their names, and return the plans of the cache."""
     for node, traced in zip(
         graph.graph.find_nodes(op="placeholder"), aten.graph.find_nodes(op="placeholder"), strict=True
     ):
@@ -234,16 +238,29 @@ def _name_inputs(aten: GraphModule, graph: GraphModule, updates: list[Node]) -> 
     if len({node.args[_STATE_ARGUMENTS] for node in updates}) > 1:
         raise UnsupportedModelError("this forward updates more than one ClusteredCache: compile each model by itself")
     aten.recompile()
-    plan: Any = updates[0].args[_STATE_ARGUMENTS.stop + 2 :]
-    return Schedule(*plan)
+    state, schedules = state_inputs(aten), {}
+    for node in updates:
+        _, group, *plan = node.args[_STATE_ARGUMENTS.stop :]
+        schedules["light" if group == "light" else "main"] = Schedule(*plan)  # type: ignore[arg-type]
+    any_schedule = next(iter(schedules.values()))  # of a group without layers, where none is used
+    return Plans(
+        *(
+            GroupPlan(schedules.get(group, any_schedule), int(tensor_meta(keys).shape[3]))
+            for group, keys in (("main", state.keys), ("light", state.light_keys))
+        )
+    )
 
 
-def _check_options(options: Mapping[str, Any], schedule: Schedule, aten: GraphModule) -> None:
-    capacity = int(tensor_meta(state_inputs(aten).keys).shape[3])
-    own = dataclasses.asdict(schedule) | {"interval": capacity - schedule.budget}
-    n_exact = own.pop("n_exact")
+def _check_options(options: Mapping[str, Any], plans: Plans, light_layers: Sequence[int], layers: int) -> None:
+    """Refuse options that are not those of a cache of `layers` clustered layers."""
+    main = plans.main
+    own = dataclasses.asdict(main.schedule) | {"interval": main.capacity - main.schedule.budget}
+    del own["n_exact"]
     config = CKVConfig.from_options(own | dict(options))
-    if others := options.keys() - own.keys() - {"exact"}:
+    if light_layers:
+        del own["budget"]  # of the main group; the option is the mean over both
+    sizes = {"budget", "exact", "light_layers", "light_share"}
+    if others := options.keys() - own.keys() - sizes:
         raise ConfigError(f"options {', '.join(sorted(others))} are not of the backend: pass them to cache_for()")
     for name, value in own.items():
         if getattr(config, name) != value:
@@ -251,10 +268,13 @@ def _check_options(options: Mapping[str, Any], schedule: Schedule, aten: GraphMo
                 f"options={{{name!r}: {getattr(config, name)!r}}} of the backend, but the cache was made with "
                 f"{name}={value!r}: pass the options to cache_for() alone, or the same to both"
             )
-    if "exact" in options and config.schedule.n_exact != n_exact:
+    given = {name: options[name] for name in options if name in sizes}
+    alike = list(config.light_layers) == list(light_layers) and config.plans(layers) == plans
+    if given and not alike:
         raise ConfigError(
-            f"options={{'exact': {config.exact!r}}} of the backend are {config.schedule.n_exact} exact slots, but the "
-            f"cache was made with {n_exact}: pass the options to cache_for() alone, or the same to both"
+            f"options={given} of the backend do not make the cache that it got, of {main.schedule.n_exact} exact slots "
+            f"in {main.schedule.budget} and light layers {list(light_layers)}: pass the options to cache_for() alone, "
+            "or the same to both"
         )
 
 
@@ -273,10 +293,10 @@ def _refuse_without_cache(aten: GraphModule) -> None:
 def _check_layers(aten: GraphModule, updates: list[Node]) -> None:
     """Refuse a graph that has not every layer of the cache exactly once."""
     state = state_inputs(aten)
-    counts = (int(tensor_meta(state.keys).shape[1]), int(tensor_meta(state.window_keys).shape[1]))
-    expected = [(layer, bool(kind)) for kind, count in enumerate(counts) for layer in range(count)]
+    slots = {"main": state.keys, "light": state.light_keys, "window": state.window_keys}
+    expected = [(layer, group) for group, keys in slots.items() for layer in range(int(tensor_meta(keys).shape[1]))]
     found = [node.args[_STATE_ARGUMENTS.stop : _STATE_ARGUMENTS.stop + 2] for node in updates]
-    if sorted(map(tuple, found), key=lambda each: (each[1], each[0])) != expected:
+    if sorted(map(tuple, found), key=str) != sorted(expected, key=str):
         raise UnsupportedModelError(
             f'the backend "ckv" got a graph that updates {len(set(found))} of the cache\'s {len(expected)} layers: the '
             "forward has a graph break between them (fullgraph=True shows it), or the cache is another model's"
@@ -314,26 +334,26 @@ def _check_positions_of_rows(aten: GraphModule) -> None:
 
 def _check_order(aten: GraphModule) -> None:
     """Refuse attentions that do not come in the order of the cache's layers, each with keys and values of its own."""
-    numbers = {False: 0, True: 0}
+    numbers: dict[Group, int] = {"main": 0, "light": 0, "window": 0}
     for node in aten.graph.find_nodes(op="call_function", target=attention):
         given = attention_arguments(node)
-        kind = given.window > 0
         found = (_layer_of(given.k), _layer_of(given.v))
-        if found != ((numbers[kind], kind),) * 2:
-            raise fault(node, f"keys and values of layer {numbers[kind]} of its kind", f"those of {found}")
-        numbers[kind] += 1
+        due = [(number, group) for group, number in numbers.items() if (group == "window") == (given.window > 0)]
+        if found[0] != found[1] or found[0] not in due:
+            raise fault(node, f"keys and values of the next layer of its kind, one of {due}", f"those of {found}")
+        numbers[found[0][1]] += 1
 
 
-def _layer_of(tensor: Node) -> tuple[int, bool] | None:
-    """Layer and kind of the `ckv::update` that gave an attention its keys or values."""
+def _layer_of(tensor: Node) -> tuple[int, Group] | None:
+    """Layer and group of the `ckv::update` that gave an attention its keys or values."""
     tensor = ungrouped(tensor)
     while tensor.target is torch.ops.aten.constant_pad_nd.default:  # to the head size of keys or values
         tensor = tensor.all_input_nodes[0]
     source = tensor.all_input_nodes[0] if tensor.target is operator.getitem else tensor
     if source.target is not update:
         return None
-    number: Any = source.args[_STATE_ARGUMENTS.stop]
-    return int(number), bool(source.args[_STATE_ARGUMENTS.stop + 1])
+    layer: Any = source.args[_STATE_ARGUMENTS.stop : _STATE_ARGUMENTS.stop + 2]
+    return tuple(layer)
 
 
 def _prove_at_this_length(
@@ -346,7 +366,7 @@ def _prove_at_this_length(
     layer = _layer_of(given.k)
     if layer is None:
         raise fault(node, "keys that ClusteredCache.update() returned", f"{given.k.name}")
-    window = int(tensor_meta(state_inputs(graph).window_keys).shape[3]) if layer[1] else 0
+    window = int(tensor_meta(state_inputs(graph).window_keys).shape[3]) if layer[1] == "window" else 0
     queries, keys = (_hint(tensor_meta(tensor).shape[2]) for tensor in (given.q, given.k))
     if queries != keys:
         raise fault(node, "as many keys as queries", f"{keys} keys for {queries} queries")

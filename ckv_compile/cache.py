@@ -2,24 +2,27 @@
 
 import dataclasses
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ckv_compile.errors import InputError
-from ckv_compile.reference import accumulator_dtype
-from ckv_compile.schedule import Schedule
+from ckv_compile.reference import LAST, accumulator_dtype
+from ckv_compile.schedule import Plans
 
+Group = Literal["main", "light", "window"]
+"""What kind of slots a layer has."""
 _OWNER = "_ckv_cache"
 
 
 class CacheShape(NamedTuple):
-    """What a cache must hold: the group of clustered layers, and that of sliding-window layers, which stay exact."""
+    """What a cache must hold: two groups of clustered layers, and that of sliding-window layers, which stay exact."""
 
-    layers: int
+    layers: int  # of the main group
     kv_heads: int
+    group: int  # query heads of a KV head of a clustered layer
     head_dim: int
     dtype: torch.dtype
     device: torch.device
@@ -27,6 +30,7 @@ class CacheShape(NamedTuple):
     window_layers: int = 0
     window_kv_heads: int = 0
     window_head_dim: int = 0
+    light_layers: int = 0  # clustered layers with fewer slots; in all else like those of the main group
 
 
 class CacheState(NamedTuple):
@@ -40,30 +44,51 @@ class CacheState(NamedTuple):
     values: Tensor  # [B, L, Hkv, C, D] model dtype
     degree: Tensor  # [B, L, Hkv, C] float32; tokens a slot stands for, 0 = empty
     queries: Tensor  # [B, L, Hkv, 2, D] float32, or wider; running means of scale * q and its square
+    last_queries: Tensor  # [B, L, Hkv, LAST, G, D] model dtype; scale * q of the token at position p in place p % LAST
     fill: Tensor  # [B] int64; used slots, the same in every layer and head
     active: Tensor  # [B] bool; rows that take tokens: a finished row of a batch is left as it is
     position: Tensor  # [B] int64; tokens seen, which RoPE uses
     window_keys: Tensor  # [B, Lw, Hkv, W, D] model dtype; token t of a sliding-window layer is in slot t % W
     window_values: Tensor  # [B, Lw, Hkv, W, D] model dtype
+    light_keys: Tensor  # of the light layers, as above
+    light_values: Tensor
+    light_degree: Tensor
+    light_queries: Tensor
+    light_last_queries: Tensor
+    light_fill: Tensor
 
     @classmethod
-    def allocate(cls, shape: CacheShape, capacity: int, batch_size: int) -> "CacheState":
-        """Return an empty state of `batch_size` rows of `capacity` slots."""
-        slots = (batch_size, shape.layers, shape.kv_heads, capacity)
-        ring = (batch_size, shape.window_layers, shape.window_kv_heads, shape.window, shape.window_head_dim)
-        return cls(
-            keys=torch.zeros(*slots, shape.head_dim, dtype=shape.dtype, device=shape.device),
-            values=torch.zeros(*slots, shape.head_dim, dtype=shape.dtype, device=shape.device),
-            degree=torch.zeros(slots, dtype=torch.float32, device=shape.device),
-            queries=torch.zeros(
-                *slots[:3], 2, shape.head_dim, dtype=accumulator_dtype(shape.dtype), device=shape.device
-            ),
-            fill=torch.zeros(batch_size, dtype=torch.int64, device=shape.device),
-            active=torch.ones(batch_size, dtype=torch.bool, device=shape.device),
-            position=torch.zeros(batch_size, dtype=torch.int64, device=shape.device),
-            window_keys=torch.zeros(ring, dtype=shape.dtype, device=shape.device),
-            window_values=torch.zeros(ring, dtype=shape.dtype, device=shape.device),
-        )
+    def allocate(cls, shape: CacheShape, capacity: int, batch_size: int, light_capacity: int = 0) -> "CacheState":
+        """Return an empty state of `batch_size` rows of `capacity` slots, and as many as given in light layers."""
+
+        def zeros(*size: int, dtype: torch.dtype = shape.dtype) -> Tensor:
+            return torch.zeros(batch_size, *size, dtype=dtype, device=shape.device)
+
+        def group(layers: int, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+            heads, dim = (layers, shape.kv_heads), shape.head_dim
+            return (
+                zeros(*heads, slots, dim),
+                zeros(*heads, slots, dim),
+                zeros(*heads, slots, dtype=torch.float32),
+                zeros(*heads, 2, dim, dtype=accumulator_dtype(shape.dtype)),
+                zeros(*heads, LAST, shape.group, dim),
+            )
+
+        fill, light_fill, position = (zeros(dtype=torch.int64) for _ in range(3))
+        active = torch.ones(batch_size, dtype=torch.bool, device=shape.device)
+        ring = (shape.window_layers, shape.window_kv_heads, shape.window, shape.window_head_dim)
+        main, light = group(shape.layers, capacity), group(shape.light_layers, light_capacity)
+        return cls(*main, fill, active, position, zeros(*ring), zeros(*ring), *light, light_fill)
+
+    @property
+    def main(self) -> tuple[Tensor, ...]:
+        """What the ops take of the main group: keys, values, degree, queries, last_queries, fill, active, position."""
+        return self[:8]
+
+    @property
+    def light(self) -> tuple[Tensor, ...]:
+        """What the ops take of the light layers, likewise."""
+        return (*self[10:], self.active, self.position)
 
     def row(self, index: int) -> "CacheState":
         """Return the state of one row as views of batch size 1."""
@@ -91,35 +116,34 @@ class ClusteredCache(Cache):  # type: ignore[misc]
 
     Args:
         shape: what the model needs.
-        schedule: how it is compacted.
+        plans: how it is compacted.
         state: allocated, of that shape.
         columns: tokens processed per row, padding included.
-        windowed: for an original model: of each of its layers, whether it has a sliding window.
+        groups: for an original model: the kind of each of its layers.
         positions: for an original model: positions that it has learned, if they end.
     """
 
     def __init__(
         self,
         shape: CacheShape,
-        schedule: Schedule,
+        plans: Plans,
         state: CacheState,
         columns: int = 0,
-        windowed: tuple[bool, ...] | None = None,
+        groups: tuple[Group, ...] | None = None,
         positions: int | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.shape = shape
-        self.schedule = schedule
+        self.plans = plans
         self.state = state
         self.columns = columns
-        self.windowed = windowed
+        self.groups = groups
         self.positions = positions
         self.broken = False
-        self._plan = dataclasses.astuple(schedule)
         self._padding: Tensor | None = None  # of the prompt that a model which is not compiled is at
         # A compiled forward knows the tensors only, and counts the columns here.
         setattr(state.position, _OWNER, weakref.ref(self))
-        if windowed is not None:
+        if groups is not None:
             for tensor in state:
                 torch._dynamo.mark_static(tensor)
                 torch._dynamo.mark_static_address(tensor, guard=False)
@@ -155,13 +179,13 @@ class ClusteredCache(Cache):  # type: ignore[misc]
 
     @property
     def capacity(self) -> int:
-        """Slots per KV head of a clustered layer."""
+        """Slots per KV head of a layer of the main group."""
         return self.state.keys.shape[3]
 
     @property
     def is_compileable(self) -> bool:
         """Whether transformers may compile the forward that gets this cache: that of an original model."""
-        return self.windowed is not None
+        return self.groups is not None
 
     @property
     def is_croppable(self) -> bool:
@@ -174,9 +198,9 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         return [False]
 
     def nbytes(self) -> int:
-        """Bytes held by keys, values, degrees and query means of the clustered layers, and by the sliding windows."""
+        """Bytes held by keys, values, degrees and what is known of queries, and by the sliding windows."""
         state = self.state
-        clustered = (state.keys, state.values, state.degree, state.queries)
+        clustered = (*state.main[:5], *state.light[:5])
         return sum(tensor.nbytes for tensor in (*clustered, state.window_keys, state.window_values))
 
     def reset(self) -> None:
@@ -196,7 +220,7 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         self.check_whole()
         with torch.inference_mode(False):
             state = CacheState(*(tensor.clone() for tensor in self.state))
-        return ClusteredCache(self.shape, self.schedule, state, self.columns, self.windowed, self.positions)
+        return ClusteredCache(self.shape, self.plans, state, self.columns, self.groups, self.positions)
 
     def __copy__(self) -> "ClusteredCache":
         return self.fork()
@@ -212,8 +236,9 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         """Take back the last tokens, as far as the cache holds them one by one.
 
         That is all of them until the first compaction, and `n_recent` and what came after the last compaction from then
-        on. A sliding window cannot be taken back once it has moved: the tokens that left it are gone. What queries have
-        left in their running means stays there.
+        on, in the layers that keep least. A sliding window cannot be taken back once it has moved: the tokens that left
+        it are gone. What queries have left in their running means stays there, and the last queries stay until others
+        take their places.
 
         Args:
             tokens_to_remove: minus the number of tokens, as in transformers.
@@ -225,16 +250,25 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         if not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove!r}): pass minus the number of tokens to take back, an int")
         count, state = -tokens_to_remove, self.state
-        fills, positions = state.fill.tolist(), state.position.tolist()
+        positions = state.position.tolist()
+        groups = [
+            (plan.schedule, fill, fill.tolist(), degree)
+            for plan, fill, degree in (
+                (self.plans.main, state.fill, state.degree),
+                (self.plans.light, state.light_fill, state.light_degree),
+            )
+            if degree.shape[1]
+        ]
         if self.batch_size > 1 and set(positions) != {self.columns}:
             raise InputError(
                 "crop: the rows of this cache have padding, or ended at different lengths, so their last tokens are "
                 "not those of the same columns; fork() before a turn that may be taken back"
             )
-        for fill, position in zip(fills, positions, strict=True):
+        for b, position in enumerate(positions):
             exact = position
-            if self.shape.layers and position > fill:
-                exact = self.schedule.n_recent + fill - self.schedule.budget
+            for schedule, _, used, _ in groups:
+                if position > used[b]:
+                    exact = min(exact, schedule.n_recent + used[b] - schedule.budget)
             if count and self.shape.window_layers and position > self.shape.window:
                 exact = 0
             if count > exact:
@@ -242,9 +276,10 @@ class ClusteredCache(Cache):  # type: ignore[misc]
                     f"crop({tokens_to_remove}): only the last {max(0, exact)} tokens can be taken back; older ones are "
                     "merged, or have left a sliding window; fork() before a turn that may be taken back"
                 )
-        for b, fill in enumerate(fills):
-            state.degree[b, :, :, max(0, fill - count) : fill] = 0.0
-        state.fill.sub_(count).clamp_(min=0)
+        for _, fill, used, degree in groups:
+            for b, slots in enumerate(used):
+                degree[b, :, :, max(0, slots - count) : slots] = 0.0
+            fill.sub_(count).clamp_(min=0)
         state.position.sub_(count)
         self.columns = self.columns - count if any(position > count for position in positions) else 0
 
@@ -276,29 +311,33 @@ class ClusteredCache(Cache):  # type: ignore[misc]
         Raises:
             InputError: if the model is not compiled and the cache not empty, or the cache is of another model.
         """
-        if self.windowed is None:
+        if self.groups is None:
             raise InputError(
                 "this ClusteredCache only works with the model returned by ckv_compile.transform() that it belongs to; "
                 "for the original model make one by ckv_compile.cache_for(), or use a cache of transformers' own"
             )
-        if not 0 <= layer_idx < len(self.windowed):
-            raise InputError(f"layer {layer_idx} of a model, in a cache for {len(self.windowed)} layers of another")
-        windowed = self.windowed[layer_idx]
-        index = self.windowed[:layer_idx].count(windowed)
+        if not 0 <= layer_idx < len(self.groups):
+            raise InputError(f"layer {layer_idx} of a model, in a cache for {len(self.groups)} layers of another")
+        group = self.groups[layer_idx]
+        index = self.groups[:layer_idx].count(group)
+        plan = dataclasses.astuple((self.plans.light if group == "light" else self.plans.main).schedule)
         if torch.compiler.is_dynamo_compiling():
             new: tuple[Tensor, Tensor] = torch.ops.ckv.update(
-                key_states, value_states, *self.state, index, windowed, *self._plan
+                key_states, value_states, *self.state, index, group, *plan
             )
             return new
         with torch.no_grad():
             if layer_idx == 0:
                 self._begin(key_states, (kwargs.get("kwargs") or kwargs).get("position_ids"))
             torch.ops.ckv.append_(
-                key_states.detach(), value_states.detach(), *self.state, index, windowed, *self._plan, self._padding
+                key_states.detach(), value_states.detach(), *self.state, index, group, *plan, self._padding
             )
-            if layer_idx == len(self.windowed) - 1:
-                steps = key_states.shape[2]
-                torch.ops.ckv.compact_(*self.state[:7], steps, *self._plan, self._padding)
+            if layer_idx == len(self.groups) - 1:
+                steps, state = key_states.shape[2], self.state
+                main, light = (dataclasses.astuple(each.schedule) for each in self.plans)
+                if self.shape.light_layers:
+                    torch.ops.ckv.compact_(*state.light[:7], None, steps, *light, self._padding)
+                torch.ops.ckv.compact_(*state.main, steps, *main, self._padding)
                 self.columns += steps
                 self.broken = False
         return key_states, value_states

@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from ckv_compile import render
-from ckv_compile.config import CKVConfig
+from ckv_compile.config import CKVConfig, layer_numbers
 from ckv_compile.errors import CKVError, ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -169,6 +169,14 @@ def _budget(text: str | Budget) -> Budget:
         ) from None
 
 
+def _layers(text: str) -> tuple[int, ...]:
+    """Parse 0-4,10."""
+    try:
+        return layer_numbers(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def _task(text: str) -> str:
     return _one_of(TASKS, text)
 
@@ -262,6 +270,8 @@ def _takes_config(*without: str) -> Callable[[Callable[..., None]], Callable[...
         if field.name == "budget":
             kind, about = Any, about | {"parser": _budget, "metavar": "SLOTS|SHARE"}
             about["help"] = "Slots per KV head that are kept (1024), or the kept share of --max-context (0.25, 25%)."
+        if field.name == "light_layers":
+            kind, about = Any, about | {"parser": _layers, "metavar": "0-4,10", "show_default": "none"}
         option = typer.Option(f"--{field.name.replace('_', '-')}", rich_help_panel="Cache", **about)
         added.append(
             inspect.Parameter(
@@ -699,6 +709,65 @@ def bench(
         render.contest(document)
 
 
+@app.command()
+def calibrate(
+    model: Source,
+    text: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_named_text,
+            metavar="TEXT",
+            help=f"A text that ships with Python: {', '.join(TEXTS)}. Repeatable.",
+            show_default="those for tuning",
+        ),
+    ] = None,
+    file: Annotated[list[Path] | None, typer.Option(help="A text of your own. Repeatable.")] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, help="How many of them, the last ones, are predicted.")] = 64,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of each text.")] = 4,
+    share: Annotated[float, typer.Option(help="Of a window that a layer keeps when it is measured.")] = 0.25,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Measure which layers lose least by a small cache, for --light-layers.
+
+    Each layer is compressed alone, and the last tokens of windows of texts are predicted after it. The loss is the KL
+    divergence to the full cache, in nats a token. The half of the layers that loses least is printed as an option:
+    these can have half the slots, and the others what that leaves.
+
+    Example: `ckv calibrate smollm2`
+    """
+    texts = {str(path): _text(path.read_bytes(), str(path)) for path in file or []}
+    _quiet()
+
+    from ckv_compile.evaluation import calibration
+    from ckv_compile.evaluation.harness import Reader
+    from ckv_compile.evaluation.texts import TEXTS as NAMED
+    from ckv_compile.evaluation.texts import windows as cut
+    from ckv_compile.loading import check_device, load_model
+
+    if device is not None:
+        check_device(device)
+    with render.busy("loading"):
+        original, tokenizer = load_model(model, _torch_dtype(dtype or "auto"))
+        original = original.to(device or "cpu")
+    if text or not texts:
+        texts = {name: NAMED[name]() for name in text or TEXTS[::2]} | texts
+    parts = {
+        name: [window.to(original.device) for window in cut(tokenizer, name, body, context, windows)]
+        for name, body in texts.items()
+    }
+    with render.bar("layers") as show:
+        found = calibration.losses(Reader(original), parts, tokens, share, show)
+    settings = {"texts": list(texts), "context": context, "tokens": tokens, "windows": windows, "share": share}
+    document = calibration.document(model, found, settings)
+    if as_json:
+        render.print_json(document)
+    else:
+        render.calibration(document)
+
+
 @app.command("eval")
 @_takes_config("budget", "interval", "prefill_chunk", "max_batch_size")
 def eval_(
@@ -995,8 +1064,11 @@ def _show_artifact(path: str, as_json: bool) -> None:
     document = describe(path)
     config = document["config"]
     shape = CacheShape(**document["cache"] | {"dtype": _torch_dtype(document["cache"]["dtype"])})
-    slots = config["budget"] + config["interval"]
-    document |= {"groups": _groups(shape), "row_bytes": row_bytes(shape, slots)}
+    plans = CKVConfig.from_options(config).plans(shape.layers + shape.light_layers)
+    document |= {
+        "groups": _groups(shape),
+        "row_bytes": row_bytes(shape, plans.main.capacity, plans.light.capacity),
+    }
     if as_json:
         render.print_json({"artifact": path, **document})
     else:
@@ -1007,6 +1079,7 @@ def _groups(shape: "CacheShape") -> list[dict[str, Any]]:
     """The kinds of layers that a cache holds, with what they hold."""
     groups = [
         {"kind": "clustered", "layers": shape.layers, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim},
+        {"kind": "light", "layers": shape.light_layers, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim},
         {
             "kind": "sliding window",
             "layers": shape.window_layers,

@@ -10,23 +10,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ckv_compile.reference import LEAST_DEVIATION, NEAR, QUERY_WEIGHT, RECENT, VALUE_WEIGHT, accumulator_dtype
+from ckv_compile.reference import (
+    ATTENTION_WEIGHT,
+    LAST,
+    LEAST_ATTENTION,
+    LEAST_DEVIATION,
+    NEAR,
+    QUERY_WEIGHT,
+    RECENT,
+    VALUE_WEIGHT,
+    accumulator_dtype,
+    attended_slots,
+)
 from ckv_compile.schedule import Schedule
 
 
-def observe_(queries: Tensor, q: Tensor, scale: float) -> None:
-    """Take the queries of new tokens into the running means of one layer, in place.
+def observe_(queries: Tensor, last: Tensor, q: Tensor, scale: float, position: int) -> None:
+    """Take in the queries of new tokens of one layer, in place.
 
     Args:
-        queries: [Hkv, 2, D] float32 or float64: of s = scale * q, and of its square.
+        queries: [Hkv, 2, D] float32 or float64: running means of s = scale * q, and of its square.
+        last: [Hkv, LAST, G, D] in the dtype of q: the last s, that of the token at position p in place p % LAST.
         q: [H, S, D] of new tokens.
         scale: factor of the scores.
+        position: of the first of them.
     """
     kv_heads, steps = queries.shape[0], q.shape[1]
     scaled = q.to(queries.dtype).unflatten(0, (kv_heads, -1)) * scale  # [Hkv, G, S, D]
     means = torch.stack([scaled.mean(dim=1), scaled.square().mean(dim=1)], dim=1)  # [Hkv, 2, S, D]
     kept = (1 - 1 / RECENT) ** torch.arange(steps, -1, -1, dtype=queries.dtype, device=q.device)  # [S + 1]
     queries.mul_(kept[0]).add_(kept[1:] @ means, alpha=1 / RECENT)
+    newest = min(steps, LAST)
+    places = torch.arange(position + steps - newest, position + steps, device=q.device) % LAST
+    last.index_copy_(1, places, scaled[:, :, -newest:].transpose(1, 2).to(last.dtype))
 
 
 def worth(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule) -> Tensor:
@@ -48,20 +64,35 @@ def worth(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedul
         cosine: Tensor = (unit @ mean.mT / mean.norm(dim=-1, keepdim=True).clamp_min(tiny))[..., 0]
         return -cosine
 
-    def standard(scores: Tensor) -> Tensor:
-        centred = scores - scores.mean(dim=-1, keepdim=True)
-        return centred / centred.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(LEAST_DEVIATION)
-
     key_size, value_size = (vectors.norm(dim=-1).clamp_min(tiny) for vectors in (keys, values))
-    distinct = standard(unlike(keys, key_size)) + VALUE_WEIGHT * standard(unlike(values, value_size))
+    distinct = _standard(unlike(keys, key_size)) + VALUE_WEIGHT * _standard(unlike(values, value_size))
     around = F.avg_pool1d(distinct, NEAR, stride=1, padding=NEAR // 2, count_include_pad=False)
     mean, square = queries[:, 0, :, None], queries[:, 1, :, None]  # [R, D, 1]
     expected = keys @ mean + keys.square() @ (square - mean.square()) / 2
-    return around + QUERY_WEIGHT * standard(expected[..., 0] + value_size.log())
+    return around + QUERY_WEIGHT * _standard(expected[..., 0] + value_size.log())
+
+
+def attended(keys: Tensor, degree: Tensor, last: Tensor, schedule: Schedule) -> Tensor:
+    """Say how much the last queries attend to each unprotected slot: [R, n - n_sink - n_recent], a logarithm.
+
+    Args:
+        keys: [R, n, D] float32 or float64.
+        degree: [R, n] float32.
+        last: [R, LAST, G, D], any floating dtype.
+        schedule: what is protected.
+    """
+    scores = last.flatten(1, 2).to(keys.dtype) @ keys.mT + degree[:, None].to(keys.dtype).log()  # [R, LAST * G, n]
+    attention = scores.softmax(dim=-1).sum(dim=1)
+    return attention[:, schedule.n_sink : keys.shape[1] - schedule.n_recent].clamp_min(LEAST_ATTENTION).log()
+
+
+def _standard(scores: Tensor) -> Tensor:
+    centred = scores - scores.mean(dim=-1, keepdim=True)
+    return centred / centred.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(LEAST_DEVIATION)
 
 
 def set_apart(
-    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule
+    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, last: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bring the slots that are worth most to the front of every row, behind the sinks; all others keep their order.
 
@@ -69,14 +100,17 @@ def set_apart(
         keys, values: [R, n, D], any floating dtype.
         degree: [R, n] float32, all positive.
         queries: [R, 2, D] float32 or float64.
+        last: [R, LAST, G, D], any floating dtype.
         schedule: what is protected, and how many slots are exact.
     """
-    return _gathered(keys, values, degree, apart_order(keys, values, degree, queries, schedule))
+    return _gathered(keys, values, degree, apart_order(keys, values, degree, queries, last, schedule))
 
 
-def apart_order(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule) -> Tensor:
+def apart_order(
+    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, last: Tensor, schedule: Schedule
+) -> Tensor:
     """The slots [R, n] int64 of every row in the order of `set_apart`, which has the same arguments."""
-    exact = _exact(keys, values, degree, queries, schedule)
+    exact = _exact(keys, values, degree, queries, last, schedule)
     first = torch.full_like(exact[:, :1], True).expand(-1, schedule.n_sink)
     behind = torch.full_like(exact[:, :1], False).expand(-1, schedule.n_recent)
     front = torch.cat([first, exact, behind], dim=1)  # [R, n]
@@ -84,7 +118,7 @@ def apart_order(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, s
 
 
 def exchange(
-    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule
+    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, last: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Let the slots that are worth most take the places of those exact ones that no longer are.
 
@@ -94,9 +128,10 @@ def exchange(
         keys, values: [R, n, D], any floating dtype.
         degree: [R, n] float32, all positive.
         queries: [R, 2, D] float32 or float64.
+        last: [R, LAST, G, D], any floating dtype.
         schedule: what is protected, and how many slots are exact.
     """
-    exact = _exact(keys, values, degree, queries, schedule)
+    exact = _exact(keys, values, degree, queries, last, schedule)
     leaving, entering = ~exact[:, : schedule.n_exact], exact[:, schedule.n_exact :]
     order = torch.arange(keys.shape[1], device=keys.device).repeat(len(keys), 1)
     rows, from_front = leaving.nonzero(as_tuple=True)  # as many in every row as enter, and in the order of slots
@@ -106,11 +141,19 @@ def exchange(
     return _gathered(keys, values, degree, order)
 
 
-def _exact(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule) -> Tensor:
-    """The `n_exact` unprotected slots of every row that are worth most [R, n - n_sink - n_recent] bool."""
+def _exact(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, last: Tensor, schedule: Schedule) -> Tensor:
+    """The `n_exact` unprotected slots of every row that are chosen [R, n - n_sink - n_recent] bool."""
     wide = accumulator_dtype(keys.dtype)
-    scores = worth(keys.to(wide), values.to(wide), degree, queries, schedule)
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, : schedule.n_exact]  # ties: the lower slot
+    keys, count = keys.to(wide), attended_slots(schedule.n_exact)
+    scores = worth(keys, values.to(wide), degree, queries, schedule)
+    attention = _standard(attended(keys, degree, last, schedule))
+    chosen = _best(scores + ATTENTION_WEIGHT * attention, count)
+    return chosen | _best(scores.masked_fill(chosen, float("-inf")), schedule.n_exact - count)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The `count` highest scores of every row [R, n] bool; of equal ones the lower slots."""
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
 
 

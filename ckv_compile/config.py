@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckv_compile.errors import ConfigError
-from ckv_compile.schedule import Schedule
+from ckv_compile.schedule import GroupPlan, Plans, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,13 @@ class CKVConfig:
         n_sink: first slots that are never merged.
         n_recent: last slots that are never merged.
         exact: share of the other slots that hold the tokens worth most, unmerged: those whose key and value are unlike
-            the others', and those that recent queries expect to attend to. They are chosen anew in every compaction.
-            They are fewer where a round could not free `interval` slots otherwise. 0.0 is the paper's method.
+            the others', and those that recent queries expect to attend to, or do. They are chosen anew in every
+            compaction. They are fewer where a round could not free `interval` slots otherwise. 0.0 is the paper's
+            method.
+        light_layers: layers of the model, by number, that get fewer slots than the budget, so that all others get more;
+            the budget is the mean over all layers without a sliding window. Layers differ much in what they lose by a
+            small cache: `ckv calibrate` measures which lose least. Empty: all layers have the same budget.
+        light_share: slots of a light layer, as a share of the budget, in (0, 1).
         chunk_size: slots per matching chunk (c in the paper); even.
         r_init: share of set A that the first round merges, in (0, 1].
         r_decay: fall of that share from round to round, >= 0.
@@ -51,6 +56,8 @@ class CKVConfig:
     n_sink: int = 4
     n_recent: int = 32
     exact: float = 0.9
+    light_layers: tuple[int, ...] = ()
+    light_share: float = 0.5
     chunk_size: int = 128
     r_init: float = 0.25
     r_decay: float = 0.01
@@ -75,13 +82,19 @@ class CKVConfig:
             raise ConfigError(
                 f"chunk_size={self.chunk_size} must be even: a chunk is split alternately into two equal sets"
             )
-        for name in ("r_init", "r_decay", "r_min", "exact"):
+        for name in ("r_init", "r_decay", "r_min", "exact", "light_share"):
             _check_number(name, getattr(self, name))
         if not 0.0 <= self.exact < 1.0:
             raise ConfigError(
                 f"exact={self.exact!r} must lie in [0, 1): the share of the slots that hold single tokens; centroids "
                 "need the rest"
             )
+        if not 0.0 < self.light_share < 1.0:
+            raise ConfigError(
+                f"light_share={self.light_share!r} must lie strictly between 0 and 1: the slots of a light layer, as a "
+                "share of the budget"
+            )
+        self._check_light_layers()
         if not 0.0 < self.r_init <= 1.0:
             raise ConfigError(f"r_init={self.r_init!r} must lie in (0, 1]: the share of set A that a round merges")
         if not 0.0 < self.r_min <= self.r_init:
@@ -112,12 +125,12 @@ class CKVConfig:
 
     @property
     def capacity(self) -> int:
-        """Slots per KV head that are allocated: budget + interval (needs a resolved, int budget)."""
+        """Slots per KV head that are allocated, in the mean over layers: budget + interval (needs an int budget)."""
         return self.schedule.budget + self.interval
 
     @property
     def schedule(self) -> Schedule:
-        """The compaction plan of a resolved config.
+        """The compaction plan of a resolved config, for layers that all have the budget.
 
         Raises:
             ConfigError: if the budget is still a float.
@@ -125,6 +138,36 @@ class CKVConfig:
         if isinstance(self.budget, float):
             raise ConfigError(f"budget={self.budget!r} is a fraction; call resolve(max_position_embeddings) first")
         return self._schedule(self.budget)
+
+    def plans(self, layers: int) -> Plans:
+        """The compaction plans of a resolved config for a model of so many layers without a sliding window.
+
+        Together the layers have no more slots than if each had the budget.
+
+        Raises:
+            ConfigError: if the budget is still a float, if every layer is light, or a budget is too small.
+        """
+        even, light = self.schedule, len(self.light_layers)
+        if not light:
+            return Plans(GroupPlan(even, self.capacity), GroupPlan(even, 0))
+        if light >= layers:
+            raise ConfigError(
+                f"light_layers={list(self.light_layers)}: they are {light}, and the model has {layers} layers without "
+                "a sliding window; leave some that can have more slots"
+            )
+        least = round(self.light_share * even.budget)
+        budgets = ((even.budget * layers - least * light) // (layers - light), least)
+        for budget in budgets:
+            self._check_plan(budget)
+        return Plans(*(GroupPlan(self._schedule(budget), budget + self.interval) for budget in budgets))
+
+    def _check_light_layers(self) -> None:
+        given = self.light_layers
+        if not isinstance(given, list | tuple):
+            raise ConfigError(f"light_layers={given!r} must be a list of layer numbers, as in [0, 1, 2]")
+        for layer in given:
+            _check_int("light_layers: a layer number", layer, 0)
+        object.__setattr__(self, "light_layers", tuple(sorted(set(given))))  # one config, however it is written
 
     def _schedule(self, budget: int) -> Schedule:
         unprotected = budget - self.n_sink - self.n_recent
@@ -189,6 +232,21 @@ class CKVConfig:
         if "budget" not in options:
             raise ConfigError("budget is missing: pass the slots to keep per KV head (int) or a fraction (float)")
         return cls(**options)
+
+
+def layer_numbers(text: str) -> tuple[int, ...]:
+    """Read layers as they are written in a command: numbers and ranges, joined by commas or plus signs, as in 0-4,10.
+
+    Raises:
+        ConfigError: if a part is neither.
+    """
+    found: list[int] = []
+    for part in text.replace("+", ",").split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"layers {text!r}: {part!r} is no number or range; write them as in 0-4,10,12")
+        found += range(int(first), int(last if dash else first) + 1)
+    return tuple(found)
 
 
 def _check_number(name: str, value: object) -> None:

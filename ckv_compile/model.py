@@ -125,15 +125,15 @@ def allocate_cache(shape: CacheShape, config: CKVConfig, batch_size: int, **of_o
         InputError: for a batch size outside 1..max_batch_size.
     """
     check_batch_size(batch_size)
-    limit = config.max_batch_size
+    limit, plans = config.max_batch_size, config.plans(shape.layers + shape.light_layers)
     if batch_size > limit:
         raise InputError(
             f"a batch of {batch_size} rows; this model was transformed for 1 to {limit}: "
             "use fewer rows, or pass a larger max_batch_size"
         )
     with torch.inference_mode(False):
-        state = CacheState.allocate(shape, config.capacity, batch_size)
-    return ClusteredCache(shape, config.schedule, state, **of_original)
+        state = CacheState.allocate(shape, plans.main.capacity, batch_size, plans.light.capacity)
+    return ClusteredCache(shape, plans, state, **of_original)
 
 
 def check_batch_size(batch_size: int) -> None:
@@ -241,10 +241,8 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         Raises:
             InputError: if the file is of another format, model or configuration.
         """
-        config = self.ckv_config
-        return snapshot.load(
-            path, self._fingerprint, self.cache_shape, config.schedule, config.capacity, config.max_batch_size
-        )
+        plans, most_rows = self._rewritten.plans, self.ckv_config.max_batch_size
+        return snapshot.load(path, self._fingerprint, self.cache_shape, plans, most_rows)
 
     @functools.cached_property
     def _fingerprint(self) -> str:
@@ -553,13 +551,12 @@ class CKVForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 f"a compiled model cannot continue a {type(cache).__name__}: pass a cache that it returned, or "
                 "new_cache()"
             )
-        if cache.windowed is not None:
+        if cache.groups is not None:
             raise InputError(
                 'a cache made by cache_for() is for the original model, compiled by the backend "ckv": pass one that '
                 "this model returned, or new_cache()"
             )
-        found = (cache.shape, cache.schedule, cache.capacity)
-        expected = (self.cache_shape, self.ckv_config.schedule, self.ckv_config.capacity)
+        found, expected = (cache.shape, cache.plans), (self.cache_shape, self._rewritten.plans)
         if found != expected:
             raise InputError(f"a cache of another model or config, {found}; this model's are {expected}")
         cache.check_whole()

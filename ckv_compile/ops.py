@@ -3,11 +3,11 @@
 `ckv::attention` is the attention of a model before it has a cache: one node a layer that says all there is to know.
 `ckv::update` is where a model hands its keys and values to a `ClusteredCache` of its own, in a graph of Dynamo's.
 `ckv::cached_attention` appends a step's keys and values to one layer of the clustered cache, takes its queries into
-their running means, and attends;
+their running means and among the last ones, and attends;
 `ckv::window_attention` does so for a layer with a sliding window, whose last tokens are kept exactly; `ckv::compact_`
-closes the step for all layers. These three change the tensors of `CacheState` in place, and their schemas say so;
-so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself; it takes in the queries if
-it is told them.
+closes the step for all layers of a group. These three change the tensors of `CacheState` in place, and their schemas
+say so; so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself; it takes in the
+queries if it is told them.
 
 Batch row b of every argument belongs to batch row b of the state; a row that is not active is left as it is. Of several
 new tokens, the first `padding[b]` of a row are skipped. A batch of one new token a row may be of any rows of a larger
@@ -48,8 +48,8 @@ _library.define(
 )
 _library.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, "
-    f"Tensor(d!) queries, Tensor fill, Tensor active, int layer, float scale, Tensor? sinks, float softcap, {_PLAN}, "
-    "Tensor? padding=None, Tensor? rows=None) -> Tensor",
+    "Tensor(d!) queries, Tensor(e!) last_queries, Tensor fill, Tensor active, Tensor position, int layer, float scale, "
+    f"Tensor? sinks, float softcap, {_PLAN}, Tensor? padding=None, Tensor? rows=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -58,20 +58,24 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor queries, Tensor(d!) fill, Tensor active, "
-    f"Tensor(e!) position, SymInt tokens, {_PLAN}, Tensor? padding=None, Tensor? rows=None) -> ()",
+    "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor queries, Tensor last_queries, "
+    f"Tensor(d!) fill, Tensor active, Tensor(e!)? position, SymInt tokens, {_PLAN}, Tensor? padding=None, "
+    "Tensor? rows=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "update(Tensor k, Tensor v, Tensor keys, Tensor values, Tensor degree, Tensor queries, Tensor fill, "
-    "Tensor active, Tensor position, Tensor window_keys, Tensor window_values, int layer, bool windowed, "
-    f"{_PLAN}) -> (Tensor, Tensor)",
+    "update(Tensor k, Tensor v, Tensor keys, Tensor values, Tensor degree, Tensor queries, Tensor last_queries, "
+    "Tensor fill, Tensor active, Tensor position, Tensor window_keys, Tensor window_values, Tensor light_keys, "
+    "Tensor light_values, Tensor light_degree, Tensor light_queries, Tensor light_last_queries, Tensor light_fill, "
+    f"int layer, str group, {_PLAN}) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(f!) queries, "
-    "Tensor fill, Tensor active, Tensor position, Tensor(d!) window_keys, Tensor(e!) window_values, int layer, "
-    f"bool windowed, {_PLAN}, Tensor? padding=None, Tensor? q=None, float scale=1.0) -> ()",
+    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(i!) queries, "
+    "Tensor(j!) last_queries, Tensor fill, Tensor active, Tensor position, Tensor(d!) window_keys, "
+    "Tensor(e!) window_values, Tensor(f!) light_keys, Tensor(g!) light_values, Tensor(h!) light_degree, "
+    f"Tensor(k!) light_queries, Tensor(l!) light_last_queries, Tensor light_fill, int layer, str group, {_PLAN}, "
+    "Tensor? padding=None, Tensor? q=None, float scale=1.0) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -126,8 +130,10 @@ def _cached_attention(
     values: Tensor,  # [B, L, Hkv, C, D]
     degree: Tensor,  # [B, L, Hkv, C]
     queries: Tensor,  # [B, L, Hkv, 2, D]
+    last_queries: Tensor,  # [B, L, Hkv, LAST, G, D]
     fill: Tensor,  # [B]
     active: Tensor,  # [B]
+    position: Tensor,  # [B]
     layer: int,
     scale: float,
     sinks: Tensor | None,  # [H]
@@ -144,18 +150,20 @@ def _cached_attention(
     rows: Tensor | None = None,  # [B]
 ) -> Tensor:
     if q.shape[2] == 1:
-        return _decode(q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks, rows)
+        state = (keys, values, degree, queries, last_queries, fill, active, position)
+        return _decode(q, k, v, *state, layer, scale, softcap, sinks, rows)
     _check_rows(rows, q.shape[2])
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
-    out = _empty_output(q)
+    out, seen = _empty_output(q), position.tolist()
     for b, used, skip in _rows(fill, active, padding, q.shape[2]):
         out[b, :, :skip] = 0.0
         if skip < q.shape[2]:
             new = (q[b, :, skip:], k[b, :, skip:], v[b, :, skip:])
             slots = (keys[b, layer], values[b, layer], degree[b, layer])
+            known = (queries[b, layer], last_queries[b, layer])
             out[b, :, skip:] = _extend(*new, *slots, used, scale, softcap, sinks)
-            clustering.observe_(queries[b, layer], new[0], scale)
-            _append(*new[1:], *slots, queries[b, layer], used, schedule)
+            clustering.observe_(*known, new[0], scale, seen[b])
+            _append(*new[1:], *slots, *known, used, schedule)
     return out
 
 
@@ -174,7 +182,8 @@ def _window_attention(
     padding: Tensor | None = None,  # [B]
 ) -> Tensor:
     if q.shape[2] == 1:
-        return _decode(q, k, v, keys, values, None, None, position, active, layer, scale, softcap, sinks)
+        state = (keys, values, None, None, None, position, active, None)
+        return _decode(q, k, v, *state, layer, scale, softcap, sinks)
     out, window = _empty_output(q), keys.shape[3]
     for b, seen, skip in _rows(position, active, padding, q.shape[2]):
         out[b, :, :skip] = 0.0
@@ -208,13 +217,20 @@ def _append_(
     values: Tensor,
     degree: Tensor,
     queries: Tensor,
+    last_queries: Tensor,
     fill: Tensor,
     active: Tensor,
     position: Tensor,
     window_keys: Tensor,
     window_values: Tensor,
-    layer: int,  # of its kind
-    windowed: bool,
+    light_keys: Tensor,
+    light_values: Tensor,
+    light_degree: Tensor,
+    light_queries: Tensor,
+    light_last_queries: Tensor,
+    light_fill: Tensor,
+    layer: int,  # of its group
+    group: str,  # see cache.Group
     budget: int,
     n_sink: int,
     n_recent: int,
@@ -228,17 +244,20 @@ def _append_(
     scale: float = 1.0,
 ) -> None:
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
-    for b, count, skip in _rows(position if windowed else fill, active, padding, k.shape[2]):
+    counts = {"main": fill, "light": light_fill, "window": position}[group]
+    for b, count, skip in _rows(counts, active, padding, k.shape[2]):
         if skip == k.shape[2]:
             continue
         new = (k[b, :, skip:], v[b, :, skip:])
-        if windowed:
+        if group == "window":
             _append_to_ring(*new, window_keys[b, layer], window_values[b, layer], count)
         else:
-            slots = (keys[b, layer], values[b, layer], degree[b, layer])
+            main = (keys, values, degree, queries, last_queries)
+            light = (light_keys, light_values, light_degree, light_queries, light_last_queries)
+            slots = [part[b, layer] for part in (light if group == "light" else main)]
             if q is not None:
-                clustering.observe_(queries[b, layer], q[b, :, skip:], scale)
-            _append(*new, *slots, queries[b, layer], count, schedule)
+                clustering.observe_(slots[3], slots[4], q[b, :, skip:], scale, int(position[b]))
+            _append(*new, slots[0], slots[1], slots[2], slots[3], slots[4], count, schedule)
 
 
 def _append_fake(*_: object, **__: object) -> None:
@@ -288,16 +307,19 @@ def _decode(
     values: Tensor,
     degree: Tensor | None,
     queries: Tensor | None,
+    last_queries: Tensor | None,
     fill: Tensor,
     active: Tensor,
+    position: Tensor | None,
     layer: int,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """One new token per row. Without degrees and queries the slots are a ring, and `fill` counts the tokens seen."""
-    arguments = (q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks, rows)
+    """One new token per row. With nothing but keys and values the slots are a ring: `fill` counts the tokens seen."""
+    state = (keys, values, degree, queries, last_queries, fill, active, position)
+    arguments = (q, k, v, *state, layer, scale, softcap, sinks, rows)
     if _has_triton(q.device):
         from ckv_compile.kernels import attention  # Triton is there where CUDA is
 
@@ -315,8 +337,10 @@ def _decode_attention(
     values: Tensor,
     degree: Tensor | None,
     queries: Tensor | None,
+    last_queries: Tensor | None,
     fill: Tensor,
     active: Tensor,
+    position: Tensor | None,
     layer: int,
     scale: float,
     softcap: float,
@@ -341,8 +365,8 @@ def _decode_attention(
         # The G query heads of a KV head stand side by side as rows of one query, so K and V are read once.
         grouped = q[b].reshape(kv_heads, heads // kv_heads, dim)
         bias = q.new_zeros(kv_heads, 1, taken.stop, dtype=accumulator_dtype(q.dtype))
-        if degree is not None and queries is not None:
-            clustering.observe_(queries[state, layer], q[b], scale)
+        if degree is not None and queries is not None and last_queries is not None and position is not None:
+            clustering.observe_(queries[state, layer], last_queries[state, layer], q[b], scale, int(position[state]))
             degree[state, layer, :, slot] = 1.0
             bias[:, 0] = degree[state, layer, :, taken].to(bias.dtype).log()
         old_keys, old_values = keys[state, layer, :, taken], values[state, layer, :, taken]
@@ -436,6 +460,7 @@ def _append(
     values: Tensor,
     degree: Tensor,
     queries: Tensor,
+    last_queries: Tensor,
     used: int,
     schedule: Schedule,
 ) -> None:
@@ -451,6 +476,7 @@ def _append(
         torch.cat([values[:, :used], v], dim=1) if used else v,
         torch.cat([degree[:, :used], degree.new_ones(k.shape[:2])], dim=1),
         queries,
+        last_queries,
         schedule,
     )
     _store(merged, keys, values, degree)
@@ -466,7 +492,7 @@ def _append_to_ring(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: in
 
 
 def compress(
-    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule
+    keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, last_queries: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bring rows to the budget after a prompt or turn: exact slots to the front, then rounds on the rest.
 
@@ -474,6 +500,7 @@ def compress(
         keys, values: [R, n, D].
         degree: [R, n] float32, all positive.
         queries: [R, 2, D]: see `clustering.observe_`.
+        last_queries: [R, LAST, G, D]: likewise.
         schedule: the plan.
 
     Returns:
@@ -481,7 +508,7 @@ def compress(
     """
     slots, rounds = (keys, values, degree), schedule.rounds(keys.shape[1])
     if rounds and schedule.n_exact:
-        slots = clustering.set_apart(*slots, queries, schedule)
+        slots = clustering.set_apart(*slots, queries, last_queries, schedule)
     if _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 
@@ -501,9 +528,10 @@ def _compact(
     values: Tensor,
     degree: Tensor,
     queries: Tensor,
+    last_queries: Tensor,
     fill: Tensor,
     active: Tensor,
-    position: Tensor,
+    position: Tensor | None,  # None: another group of the state counts it
     tokens: int,
     budget: int,
     n_sink: int,
@@ -523,7 +551,9 @@ def _compact(
     if tokens == 1 and layers and _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 
-        compaction.compact(keys, values, degree, queries, fill, position, active, schedule, rows)
+        # The kernel counts both; where another group counts the position, it counts one that nobody reads.
+        seen = torch.empty_like(fill) if position is None else position
+        compaction.compact(keys, values, degree, queries, last_queries, fill, seen, active, schedule, rows)
         return
     taken = (tokens if padding is None else tokens - padding) * active
     if rows is not None:
@@ -533,10 +563,12 @@ def _compact(
         for b in (total == capacity).nonzero().flatten().tolist():
             for layer in range(layers):
                 slots = (keys[b, layer], values[b, layer], degree[b, layer])
-                chosen = clustering.exchange(*slots, queries[b, layer], schedule) if n_exact else slots
+                known = (queries[b, layer], last_queries[b, layer])
+                chosen = clustering.exchange(*slots, *known, schedule) if n_exact else slots
                 _store(clustering.compress(*chosen, (capacity - budget,), schedule), *slots)
     fill.copy_(torch.where(total < capacity, total, budget))
-    position += taken
+    if position is not None:
+        position += taken
 
 
 def _compact_fake(*_: object, **__: object) -> None:

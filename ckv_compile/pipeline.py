@@ -35,6 +35,7 @@ from ckv_compile.passes.insert_cached_attention import cache_shape, insert_cache
 from ckv_compile.passes.insert_compaction import insert_compaction
 from ckv_compile.passes.reduce_linear import reduce_linear
 from ckv_compile.passes.slice_logits import slice_logits
+from ckv_compile.schedule import Plans
 
 log = logging.getLogger("ckv_compile")
 
@@ -67,6 +68,7 @@ class Rewritten(NamedTuple):
 
     graph: GraphModule
     shape: CacheShape
+    plans: Plans
     vocabulary: int  # token ids that it takes
     positions: int | None  # positions that it has learned, if they end
     passes: tuple[PassResult, ...]
@@ -94,10 +96,6 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
         layers = text_config.num_hidden_layers
         own_context = getattr(text_config, "max_position_embeddings", None) or 0  # -1 where there is no end
         context = max(context or 0, own_context, 0) or None
-    tokens = min(_CHECK_PROMPT + _CHECK_STEPS, config.capacity - 1)  # no compaction
-    device = device_of(model)
-    ids = torch.arange(tokens, device=device)[None] * 7 % vocabulary
-    positions_of_ids = torch.arange(tokens, device=device)[None]
     results = run_passes(
         graph,
         [
@@ -106,7 +104,12 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
         ],
     )
     with _as_pass("insert_cached_attention", results):
-        shape = cache_shape(graph)
+        shape = cache_shape(graph, config.light_layers)
+        plans = config.plans(shape.layers + shape.light_layers)
+    device = device_of(model)
+    tokens = min(_CHECK_PROMPT + _CHECK_STEPS, *(plan.capacity - 1 for plan in plans if plan.capacity))  # no compaction
+    ids = torch.arange(tokens, device=device)[None] * 7 % vocabulary
+    positions_of_ids = torch.arange(tokens, device=device)[None]
     with torch.no_grad():
         # Where the longest context chose the frequencies, the model must have it to choose alike.
         last = positions_of_ids + (max(0, (config.max_context or 0) - tokens) if results[0].matches else 0)
@@ -138,14 +141,14 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
     results += run_passes(
         graph,
         [
-            functools.partial(insert_cached_attention, schedule=config.schedule),
+            functools.partial(insert_cached_attention, plans=plans, light_layers=config.light_layers),
             slice_logits,
-            functools.partial(insert_compaction, schedule=config.schedule),
+            functools.partial(insert_compaction, plans=plans),
         ],
         before=results,
     )
-    _check_equivalence(graph, shape, config.capacity, ids, expected, positioned)
-    return Rewritten(graph, shape, vocabulary, positions, results)
+    _check_equivalence(graph, shape, plans, ids, expected, positioned)
+    return Rewritten(graph, shape, plans, vocabulary, positions, results)
 
 
 def _check_own_windows(model: PreTrainedModel, shape: CacheShape, context: int | None) -> None:
@@ -161,14 +164,14 @@ def _check_own_windows(model: PreTrainedModel, shape: CacheShape, context: int |
 
 
 def _check_equivalence(
-    graph: GraphModule, shape: CacheShape, capacity: int, ids: Tensor, expected: Tensor, positioned: bool
+    graph: GraphModule, shape: CacheShape, plans: Plans, ids: Tensor, expected: Tensor, positioned: bool
 ) -> None:
     """Compare a short prefill and a few decode steps of the rewritten graph with the captured one's logits.
 
     Passes look at attention only. A model with another path between tokens (a convolution, a recurrent state, positions
     of its own) has no state to decode with, and shows here.
     """
-    state = CacheState.allocate(shape, capacity, batch_size=1)
+    state = CacheState.allocate(shape, plans.main.capacity, 1, plans.light.capacity)
     prompt = max(1, ids.shape[1] - _CHECK_STEPS)
     with torch.no_grad():
         logits = [graph(ids[:, :prompt], *state)[0]]
@@ -190,7 +193,7 @@ def _difference(found: Tensor, expected: Tensor, shape: CacheShape) -> str:
     """Say how much logits differ, if that is more than rounding."""
     error = float((found - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
     # A few units of the last place for every layer; what this looks for is of the size of the logits.
-    tolerance = 4 * (shape.layers + shape.window_layers) * torch.finfo(shape.dtype).eps + 1e-3
+    tolerance = 4 * (shape.layers + shape.light_layers + shape.window_layers) * torch.finfo(shape.dtype).eps + 1e-3
     return "" if error < tolerance else f"logits differ by {error:.1%}"
 
 

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from ckv_compile.cache import CacheShape, CacheState, ClusteredCache, cache_of
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import CKVError, UnsupportedModelError
+from ckv_compile.schedule import GroupPlan, Plans
 
 MOST_TOKENS = 2**31
 """A context that fits at this length counts as one without an end."""
@@ -28,6 +29,7 @@ class Layer(NamedTuple):
     """What one layer caches of a token."""
 
     kv_heads: int
+    heads: int  # that query
     key_dim: int
     value_dim: int
     window: int  # tokens that it sees, itself included; 0 = all
@@ -50,7 +52,7 @@ class Footprint(NamedTuple):
             UnsupportedModelError: if layers of a kind differ, which `transform` refuses too; or where a clustered cache
                 does not hold what transformers' own does.
         """
-        if self.uneven or any(not layer.kv_heads for layer in self.layers):
+        if self.uneven or any(not layer.kv_heads or not layer.heads for layer in self.layers):
             raise UnsupportedModelError(
                 "this model has latent attention, or layers that share keys and values or attend to them twice; what a "
                 "clustered cache holds of them cannot be told from the config: use `ckv inspect`, which loads the model"
@@ -63,11 +65,12 @@ class Footprint(NamedTuple):
                 f"layers of this model differ in what they cache ({whole or windowed}): transform() refuses it"
             )
         kind = next(iter(whole or windowed))
-        ring = next(iter(windowed), Layer(0, 0, 0, 0))
+        ring = next(iter(windowed), Layer(0, 0, 0, 0, 0))
         count = sum(0 < layer.window < longest for layer in self.layers)
         return CacheShape(
             layers=len(self.layers) - count,
             kv_heads=kind.kv_heads,
+            group=kind.heads // kind.kv_heads,
             head_dim=max(kind.key_dim, kind.value_dim),
             dtype=self.dtype,
             device=torch.device("meta"),
@@ -92,11 +95,12 @@ class Footprint(NamedTuple):
         return self.activations * min(context, chunk or context)
 
 
-def row_bytes(shape: CacheShape, slots: int) -> int:
-    """Bytes of one row of a clustered cache, without allocating it."""
-    state = CacheState.allocate(shape._replace(device=torch.device("meta")), slots, batch_size=1)
-    plan = CKVConfig(budget=MOST_TOKENS).schedule  # any: bytes do not depend on it
-    return ClusteredCache(shape, plan, state).nbytes()
+def row_bytes(shape: CacheShape, slots: int, light_slots: int = 0) -> int:
+    """Bytes of one row of a clustered cache of so many slots in a layer, and in a light one, without allocating it."""
+    schedule = CKVConfig(budget=MOST_TOKENS).schedule  # any: bytes do not depend on it
+    plans = Plans(GroupPlan(schedule, slots), GroupPlan(schedule, light_slots))
+    state = CacheState.allocate(shape._replace(device=torch.device("meta")), slots, 1, light_slots)
+    return ClusteredCache(shape, plans, state).nbytes()
 
 
 def measure(config: PreTrainedConfig, dtype: torch.dtype) -> Footprint:
@@ -134,13 +138,19 @@ def footprint_of(model: PreTrainedModel) -> Footprint:
     text = model.config.get_text_config(decoder=True)
     with torch.no_grad(), _Attentions() as attentions:
         output = model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=True)
+    cached = cache_of(output).layers
+    # No calls at all are those of a model with another function for its attention.
+    uneven = len(attentions.heads) not in (0, len(cached))
+    each_heads = (
+        [getattr(text, "num_attention_heads", 0)] * len(cached) if uneven or not attentions.heads else attentions.heads
+    )
     layers = []
-    for layer in cache_of(output).layers:
+    for layer, heads in zip(cached, each_heads, strict=True):
         if isinstance(layer, DynamicLayer):
             window = layer.sliding_window if layer.is_sliding else 0
-            layers.append(Layer(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window))
+            layers.append(Layer(layer.keys.shape[1], heads, layer.keys.shape[3], layer.values.shape[3], window))
         elif getattr(layer, "keys", layer) is None:
-            layers.append(Layer(0, 0, 0, 0))  # it reads what another layer cached
+            layers.append(Layer(0, 0, 0, 0, 0))  # it reads what another layer cached
         else:
             raise UnsupportedModelError(
                 f"{type(model).__name__} caches a {type(layer).__name__}: only caches of keys and values can be planned"
@@ -153,19 +163,22 @@ def footprint_of(model: PreTrainedModel) -> Footprint:
         width * model.dtype.itemsize,
         tuple(layers),
         context_of(model.config),
-        # No calls at all are those of a model with another function for its attention.
-        bool(getattr(text, "kv_lora_rank", None)) or attentions.calls not in (0, len(layers)),
+        bool(getattr(text, "kv_lora_rank", None)) or uneven,
     )
 
 
 class _Attentions(TorchFunctionMode):
-    """Counts the calls of scaled_dot_product_attention."""
+    """Lists the query heads of every call of scaled_dot_product_attention."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads: list[int] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func is F.scaled_dot_product_attention
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.heads.append((args[0] if args else kwargs["query"]).shape[-3])
+        return func(*args, **kwargs)
 
 
 def slots_of(budget: int | float, context: int) -> int:

@@ -5,12 +5,13 @@ Written to be read beside the paper (CentroidKV, arXiv 2506.11418), not to be fa
 file. All of it also runs in float64.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ckv_compile.schedule import Schedule
+from ckv_compile.schedule import GroupPlan, Plans, Schedule
 
 RECENT = 256
 """Tokens over which the means of the queries run."""
@@ -22,6 +23,14 @@ QUERY_WEIGHT = 0.5
 """Weight of expected attention, beside unlikeness."""
 LEAST_DEVIATION = 1e-6
 """Deviation below which scores count as alike."""
+LAST = 8
+"""Last tokens of a row whose queries are kept one by one."""
+ATTENTION_WEIGHT = 1.0
+"""Weight of what the last queries attend to, beside what a slot is worth."""
+ATTENDED_SHARE = 0.6
+"""Share of the exact slots that are chosen with that weight; the others are chosen without."""
+LEAST_ATTENTION = torch.finfo(torch.float32).tiny
+"""Attention below which slots count as not attended to."""
 
 
 class Row(NamedTuple):
@@ -33,10 +42,21 @@ class Row(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What is known of the recent queries q of a KV head: running means of s = scale * q, and of its square."""
+    """What is known of the recent queries q of a KV head, each scaled: s = scale * q.
 
-    mean: Tensor  # [D]
-    square: Tensor  # [D]
+    The last ones stand at place p % LAST of the position p of their token. Where no token has been stand zeros, which
+    attend to all slots alike.
+    """
+
+    mean: Tensor  # [D] running mean of s
+    square: Tensor  # [D] and of its square
+    last: Tensor  # [LAST, G, D] in the dtype of q
+
+    @classmethod
+    def none(cls, q: Tensor) -> "Queries":
+        """What is known before the first token, for queries q [G, S, D]."""
+        zeros = q.new_zeros(q.shape[2], dtype=accumulator_dtype(q.dtype))
+        return cls(zeros, zeros, q.new_zeros(LAST, q.shape[0], q.shape[2]))
 
 
 class Match(NamedTuple):
@@ -52,19 +72,24 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def observe(queries: Queries, q: Tensor, scale: float) -> Queries:
-    """Take the queries of new tokens into the running means, in which a token's share falls by 1 / RECENT a token.
+def observe(queries: Queries, q: Tensor, scale: float, position: int) -> Queries:
+    """Take in the queries of new tokens.
+
+    In the running means the share of a token falls by 1 / RECENT a token; the last LAST tokens are kept as they are.
 
     Args:
-        queries: of the tokens before; zeros at first.
+        queries: of the tokens before.
         q: [G, S, D] of the G query heads of a KV head, S new tokens.
         scale: factor of the scores.
+        position: of the first of them.
     """
-    for token in q.unbind(dim=1):  # [G, D]
-        scaled = token.to(queries.mean.dtype) * scale
-        new = Queries(scaled.mean(dim=0), scaled.square().mean(dim=0))
-        queries = Queries(*(old + (mean - old) / RECENT for old, mean in zip(queries, new, strict=True)))
-    return queries
+    mean, square, last = queries.mean, queries.square, queries.last.clone()
+    for offset, token in enumerate(q.unbind(dim=1)):  # [G, D]
+        scaled = token.to(mean.dtype) * scale
+        mean = mean + (scaled.mean(dim=0) - mean) / RECENT
+        square = square + (scaled.square().mean(dim=0) - square) / RECENT
+        last[(position + offset) % LAST] = scaled.to(last.dtype)
+    return Queries(mean, square, last)
 
 
 def unlike(vectors: Tensor, degree: Tensor) -> Tensor:
@@ -104,11 +129,43 @@ def worth_row(row: Row, queries: Queries, schedule: Schedule) -> Tensor:
     return torch.stack(around) + QUERY_WEIGHT * standard(expected + size)
 
 
+def attended_row(row: Row, queries: Queries, schedule: Schedule) -> Tensor:
+    """Say how much the last queries attend to each unprotected slot of a row in float32 or float64, as a logarithm.
+
+    Each of the G * LAST queries attends to all slots of the row, those after its own token too. What the heads of a
+    model add to that, a cap or a sink, is left out.
+
+    Returns:
+        [n - n_sink - n_recent]: the logarithm of the attention of all queries together.
+    """
+    scores = queries.last.flatten(0, 1).to(row.keys.dtype) @ row.keys.T + row.degree.to(row.keys.dtype).log()
+    attention = scores.softmax(dim=-1).sum(dim=0)
+    return attention[schedule.n_sink : len(attention) - schedule.n_recent].clamp_min(LEAST_ATTENTION).log()
+
+
+def attended_slots(n_exact: int) -> int:
+    """How many of the exact slots are chosen with the attention of the last queries."""
+    return int(ATTENDED_SHARE * n_exact)
+
+
 def exact_slots(row: Row, queries: Queries, schedule: Schedule) -> list[int]:
-    """The `n_exact` unprotected slots that are worth most, in order; of equal ones the first."""
-    worth = worth_row(widened(row), queries, schedule).tolist()
-    ranked = sorted(range(len(worth)), key=lambda i: (-worth[i], i))
-    return sorted(schedule.n_sink + i for i in ranked[: schedule.n_exact])
+    """Choose `n_exact` unprotected slots, which are returned in order; of equal ones the first.
+
+    A share of them is chosen by what they are worth and what the last queries attend to, and then, of all others, the
+    rest by what they are worth alone: what is looked at now is kept, and what stands out too (ours).
+    """
+    row = widened(row)
+    worth = worth_row(row, queries, schedule)
+    attended = worth + ATTENTION_WEIGHT * standard(attended_row(row, queries, schedule))
+    chosen = best(attended.tolist(), [], attended_slots(schedule.n_exact))
+    chosen = best(worth.tolist(), chosen, schedule.n_exact)
+    return sorted(schedule.n_sink + slot for slot in chosen)
+
+
+def best(scores: list[float], chosen: list[int], count: int) -> list[int]:
+    """`count` slots: those that are chosen already, then the others by their scores; of equal ones the first."""
+    left = [slot for slot in range(len(scores)) if slot not in chosen]
+    return [*chosen, *sorted(left, key=lambda slot: (-scores[slot], slot))][:count]
 
 
 def set_apart(row: Row, queries: Queries, schedule: Schedule) -> Row:
@@ -252,11 +309,20 @@ class CacheRows:
     `ckv::compact_`. A row that has no free slot left at the end of a step is brought to the budget: by annealed rounds
     after several tokens, by one round after one; before that, its exact slots are chosen. `windows` holds the last
     tokens of the layers with a window, `queries` what is known of those of the other layers.
+
+    Args:
+        schedule: how a row is compacted.
+        capacity: slots of a row.
+        light: both, of a row of a light layer.
+        light_layers: which layers those are, of the ones without a window.
     """
 
-    def __init__(self, schedule: Schedule, capacity: int) -> None:
-        self.schedule = schedule
-        self.capacity = capacity
+    def __init__(
+        self, schedule: Schedule, capacity: int, light: GroupPlan | None = None, light_layers: Collection[int] = ()
+    ) -> None:
+        main = GroupPlan(schedule, capacity)
+        self.light_layers = light_layers
+        self.plans = Plans(main, light or main)
         self.rows: dict[tuple[int, int, int], Row] = {}
         self.windows: dict[tuple[int, int, int], Row] = {}
         self.queries: dict[tuple[int, int, int], Queries] = {}
@@ -288,9 +354,8 @@ class CacheRows:
                 row = new if old is None else Row(*(torch.cat(pair) for pair in zip(old, new, strict=True)))
                 own = range(h * heads // kv_heads, (h + 1) * heads // kv_heads)
                 if not window:
-                    zeros = torch.zeros(q.shape[3], dtype=accumulator_dtype(q.dtype), device=q.device)
-                    known = self.queries.get((b, layer, h), Queries(zeros, zeros))
-                    self.queries[b, layer, h] = observe(known, q[b, own], scale)
+                    known = self.queries.get((b, layer, h), Queries.none(q[b, own]))
+                    self.queries[b, layer, h] = observe(known, q[b, own], scale, self.position.get(b, 0))
                 for g in own:
                     sink = None if sinks is None else sinks[g]
                     out[b, g] = attend_row(q[b, g], row, scale, steps, softcap, sink, window)
@@ -300,13 +365,14 @@ class CacheRows:
     def finish_step(self, tokens: int) -> None:
         """Advance the positions by `tokens` and compact the rows that are full."""
         for key, row in self.rows.items():
+            schedule, capacity = self.plans.light if key[1] in self.light_layers else self.plans.main
             slots = row.keys.shape[0]
-            if slots < self.capacity:
+            if slots < capacity:
                 continue
-            if self.schedule.n_exact:
+            if schedule.n_exact:
                 choose = exchange if tokens == 1 else set_apart
-                row = choose(row, self.queries[key], self.schedule)
-            rounds = (slots - self.schedule.budget,) if tokens == 1 else self.schedule.rounds(slots)
-            self.rows[key] = compress_row(row, rounds, self.schedule)
+                row = choose(row, self.queries[key], schedule)
+            rounds = (slots - schedule.budget,) if tokens == 1 else schedule.rounds(slots)
+            self.rows[key] = compress_row(row, rounds, schedule)
         for b in {b for b, _, _ in (*self.rows, *self.windows)}:
             self.position[b] = self.position.get(b, 0) + tokens

@@ -300,6 +300,18 @@ def label(budget: int | float | None) -> str:
     return f"{budget:,} slots" if isinstance(budget, int) else f"{100 * budget:g}%"
 
 
+def calibration(document: dict[str, Any]) -> None:
+    """Print what each layer loses, and the option for those that lose least."""
+    out, light = _stdout(), set(document["light_layers"])
+    total = sum(loss["kl"] for loss in document["losses"]) or 1.0
+    rows = [
+        [loss["layer"], f"{loss['kl']:.5f}", f"{loss['kl'] / total:.1%}", "light" if loss["layer"] in light else ""]
+        for loss in document["losses"]
+    ]
+    out.print(_table(["layer", "KL", "of all", ""], rows, title=f"one layer alone at {document['share']:.0%}"))
+    out.print(f"--light-layers {document['option']}")
+
+
 def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for head in heads:

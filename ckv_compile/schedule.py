@@ -5,6 +5,7 @@ known without looking at a device.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,17 @@ class Schedule:
     def settle(self, slots: int, capacity: int) -> int:
         """Used slots of a row that held `slots` at the end of a step: the budget once it has no free slot."""
         return slots if slots < capacity else self.budget
+
+
+class GroupPlan(NamedTuple):
+    """What a group of layers has in common: how it is compacted, and the slots that are allocated per KV head."""
+
+    schedule: Schedule
+    capacity: int
+
+
+class Plans(NamedTuple):
+    """The two groups of layers without a sliding window: most layers, and the light ones, which have fewer slots."""
+
+    main: GroupPlan
+    light: GroupPlan

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from ckv_compile.cache import CacheShape, CacheState, ClusteredCache
 from ckv_compile.errors import InputError
-from ckv_compile.schedule import Schedule
+from ckv_compile.schedule import Plans
 
-FORMAT = "ckv_compile cache 2"
-_SLOTS = ("keys", "values", "degree")
+FORMAT = "ckv_compile cache 3"
+_COUNTED_BY = {f"{group}{name}": f"{group}fill" for group in ("", "light_") for name in ("keys", "values", "degree")}
+"""What holds slots, and what counts them: those behind the longest row's are left out."""
 
 
 def save(cache: ClusteredCache, path: str | os.PathLike[str], model: str) -> None:
@@ -29,17 +31,14 @@ def save(cache: ClusteredCache, path: str | os.PathLike[str], model: str) -> Non
         OSError: if the file cannot be written.
     """
     cache.check_whole()
-    used = int(cache.state.fill.max())
-    tensors: dict[str, Tensor] = {
-        name: (tensor[:, :, :, :used] if name in _SLOTS else tensor).contiguous()
-        for name, tensor in cache.state._asdict().items()
-    }
+    state = cache.state._asdict()
+    used = {count: int(state[count].max()) for count in _COUNTED_BY.values()}
+    tensors = {name: _used(name, tensor, used).contiguous() for name, tensor in state.items()}
     metadata = {
         "format": FORMAT,
         "model": model,
         "columns": str(cache.columns),
-        "capacity": str(cache.capacity),
-        "schedule": json.dumps(dataclasses.asdict(cache.schedule)),
+        "plans": json.dumps(_written(cache.plans)),
     }
     target = Path(path)
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
@@ -52,10 +51,8 @@ def save(cache: ClusteredCache, path: str | os.PathLike[str], model: str) -> Non
         scratch.unlink(missing_ok=True)
 
 
-def load(
-    path: str | os.PathLike[str], model: str, shape: CacheShape, schedule: Schedule, capacity: int, most_rows: int
-) -> ClusteredCache:
-    """Read what `save` wrote for a model of this fingerprint, cache shape, schedule, capacity and number of rows.
+def load(path: str | os.PathLike[str], model: str, shape: CacheShape, plans: Plans, most_rows: int) -> ClusteredCache:
+    """Read what `save` wrote for a model of this fingerprint, cache shape, plans and number of rows.
 
     Raises:
         InputError: if the file is none of this format, or of another model or configuration.
@@ -74,29 +71,50 @@ def load(
         raise InputError(f"{path} holds {metadata.get('format')!r}, not {FORMAT!r}: was it saved by save_cache()?")
     if metadata["model"] != model:
         raise InputError(f"{path} belongs to a model of other weights: load it with the model that it was saved by")
-    saved: dict[str, Any] = json.loads(metadata["schedule"]) | {"capacity": int(metadata["capacity"])}
-    wanted = dataclasses.asdict(schedule) | {"capacity": capacity}
+    saved, wanted = json.loads(metadata["plans"]), _written(plans)
     if saved != wanted:
         different = ", ".join(
             f"{name}={saved.get(name)} (here {wanted[name]})" for name in wanted if saved.get(name) != wanted[name]
         )
         raise InputError(f"{path} was saved with {different}: transform() the model with the same options")
-    fill = tensors.get("fill", torch.empty(0))
-    rows, (least, used) = fill.numel(), (int(fill.min()), int(fill.max())) if fill.numel() else (0, 0)
+    counts = {name: tensors.get(name, torch.empty(0)) for name in ("fill", "light_fill")}
+    rows = counts["fill"].numel()
     if not 1 <= rows <= most_rows:
         raise InputError(f"{path} holds {rows} rows; this model was transformed for 1 to {most_rows}")
-    expected = CacheState.allocate(shape._replace(device=torch.device("meta")), capacity, rows)
+    used = {}
+    for (name, count), plan in zip(counts.items(), plans, strict=True):
+        used[name] = int(count.max()) if count.numel() else 0
+        if count.numel() and not 0 <= int(count.min()) <= used[name] < max(1, plan.capacity):
+            raise InputError(
+                f"{path} holds {name} {count.tolist()}, where less than {plan.capacity} slots are in use: the file is "
+                "damaged"
+            )
+    expected = CacheState.allocate(
+        shape._replace(device=torch.device("meta")), plans.main.capacity, rows, plans.light.capacity
+    )
     for name, like in expected._asdict().items():
-        like = like[:, :, :, :used] if name in _SLOTS else like
-        found = tensors.get(name)
-        if found is None or found.shape != like.shape or found.dtype != like.dtype or not 0 <= least <= used < capacity:
+        like, found = _used(name, like, used), tensors.get(name)
+        if found is None or found.shape != like.shape or found.dtype != like.dtype:
             held = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
             raise InputError(
-                f"{path} holds {held} as {name}, where {tuple(like.shape)} {like.dtype} is due, with less than "
-                f"{capacity} slots in use: the file is damaged"
+                f"{path} holds {held} as {name}, where {tuple(like.shape)} {like.dtype} is due: the file is damaged"
             )
     with torch.inference_mode(False):
-        state = CacheState.allocate(shape, capacity, rows)
+        state = CacheState.allocate(shape, plans.main.capacity, rows, plans.light.capacity)
         for name, tensor in state._asdict().items():
-            (tensor[:, :, :, :used] if name in _SLOTS else tensor).copy_(tensors[name])
-    return ClusteredCache(shape, schedule, state, int(metadata["columns"]))
+            _used(name, tensor, used).copy_(tensors[name])
+    return ClusteredCache(shape, plans, state, int(metadata["columns"]))
+
+
+def _used(name: str, tensor: Tensor, used: Mapping[str, int]) -> Tensor:
+    """A tensor of the state, or its used slots if it holds slots."""
+    return tensor[:, :, :, : used[_COUNTED_BY[name]]] if name in _COUNTED_BY else tensor
+
+
+def _written(plans: Plans) -> dict[str, Any]:
+    """Plans as they stand in a file."""
+    return {
+        f"{group}{name}": value
+        for group, plan in (("", plans.main), ("light_", plans.light))
+        for name, value in (dataclasses.asdict(plan.schedule) | {"capacity": plan.capacity}).items()
+    }

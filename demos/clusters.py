@@ -101,7 +101,8 @@ def memberships(state: CacheState, layer: int, config: ckv_compile.CKVConfig) ->
     rounds = config.schedule.rounds(tokens) if tokens >= config.capacity else ()
     order = torch.arange(tokens).expand(heads, -1)  # [Hkv, S]
     if rounds and config.schedule.n_exact:
-        order = clustering.apart_order(keys, values, degree, state.queries[0, layer], config.schedule)
+        known = (state.queries[0, layer], state.last_queries[0, layer])
+        order = clustering.apart_order(keys, values, degree, *known, config.schedule)
     keys = keys.gather(1, order[:, :, None].expand(-1, -1, dim))
     one_hot = F.pad(torch.eye(tokens), (0, -tokens % dim))[order]  # [Hkv, S, S and some]
     shares = []

@@ -117,6 +117,7 @@ def random_state(shape: CacheShape, capacity: int, rows: int, fill: int) -> Cach
         tensor.normal_()
     state.degree[..., :fill] = 2.0
     state.queries[..., 1, :] = 1.0  # queries of mean 0 and variance 1
+    state.last_queries.normal_(std=shape.head_dim**-0.5)
     state.fill.fill_(fill)
     state.position.fill_(2 * fill)
     return state
@@ -137,7 +138,7 @@ def check_kernels() -> Iterator[Result]:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         for dim in (64,) if DRY else (64, 80, 96, 128, 256):
             torch.manual_seed(0)
-            shape = CacheShape(2, kv_heads, dim, dtype, DEVICE)
+            shape = CacheShape(2, kv_heads, heads // kv_heads, dim, dtype, DEVICE)
             capacity = SCHEDULE.budget + INTERVAL
             state = random_state(shape, capacity, 2, 0)
             state.fill.copy_(torch.tensor([capacity - 1, 61]))
@@ -146,7 +147,7 @@ def check_kernels() -> Iterator[Result]:
             before = CacheState(*(tensor.cpu().clone() for tensor in state))
             q = torch.randn(2, heads, 1, dim, dtype=dtype, device=DEVICE)
             k, v = (torch.randn(2, kv_heads, 1, dim, dtype=dtype, device=DEVICE) for _ in range(2))
-            new = [attention.decode_attention(q, k, v, *state[:6], layer, dim**-0.5) for layer in range(2)]
+            new = [attention.decode_attention(q, k, v, *state[:8], layer, dim**-0.5) for layer in range(2)]
             errors = []
             for row, fill in enumerate(before.fill.tolist()):
                 for head in range(heads):
@@ -160,15 +161,18 @@ def check_kernels() -> Iterator[Result]:
                     errors.append(worst(new[1][row, head], expected))
             yield verdict(f"decode attention D={dim}", dtype, max(errors), tolerance)
 
-            for row in range(2):
-                clustering.observe_(before.queries[row, 1], q[row].cpu(), dim**-0.5)
+            for row, seen in enumerate(before.position.tolist()):
+                known = (before.queries[row, 1], before.last_queries[row, 1])
+                clustering.observe_(*known, q[row].cpu(), dim**-0.5, seen)
             error = worst(state.queries[:, 1], before.queries[:, 1])
             yield verdict(f"means of the queries D={dim}", dtype, error, 1e-5)
+            error = worst(state.last_queries[:, 1], before.last_queries[:, 1])
+            yield verdict(f"last queries D={dim}", dtype, error, 1e-2 if dtype == torch.bfloat16 else 1e-6)
 
             exact = dataclasses.replace(SCHEDULE, n_exact=SCHEDULE.budget // 4)
             exchanged = CacheState(*(tensor.clone() for tensor in state))
-            compaction.exchange(*exchanged[:6], exact)
-            expected_keys, *_ = clustering.exchange(*(tensor[0].flatten(0, 1) for tensor in state[:4]), exact)
+            compaction.exchange(*exchanged[:7], exact)
+            expected_keys, *_ = clustering.exchange(*(tensor[0].flatten(0, 1) for tensor in state[:5]), exact)
             # Rounding may decide between two slots that are worth the same.
             same = float((exchanged.keys[0].flatten(0, 1) == expected_keys).all(-1).float().mean())
             moved = not torch.equal(exchanged.keys[0], state.keys[0])
@@ -176,7 +180,7 @@ def check_kernels() -> Iterator[Result]:
             error = 1 - same if moved and alone else 1.0
             yield verdict(f"exchange of exact slots D={dim}, slots that differ", dtype, error, 0.02)
 
-            compaction.compact(*state[:5], state.position, state.active, SCHEDULE)
+            compaction.compact(*state[:6], state.position, state.active, SCHEDULE)
             errors = []
             for head in range(kv_heads):
                 slots = Row(
@@ -230,7 +234,7 @@ def check_windows() -> Iterator[Result]:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         for dim in (64,) if DRY else (64, 256):
             torch.manual_seed(0)
-            shape = CacheShape(0, kv_heads, dim, dtype, DEVICE, window, 1, kv_heads, dim)
+            shape = CacheShape(0, kv_heads, heads // kv_heads, dim, dtype, DEVICE, window, 1, kv_heads, dim)
             state, oracle = CacheState.allocate(shape, SCHEDULE.budget + INTERVAL, 1), CacheRows(SCHEDULE, 10**9)
             sinks = torch.randn(heads, dtype=dtype, device=DEVICE)
             errors = []
@@ -241,7 +245,7 @@ def check_windows() -> Iterator[Result]:
                 out = ops.window_attention(q, k, v, *ring, 0, dim**-0.5, sinks, 5.0)
                 wide = (tensor.cpu().float() for tensor in (q, k, v))
                 expected = oracle.attend(0, *wide, dim**-0.5, 5.0, sinks.cpu().float(), window)
-                ops.compact_(*state[:7], steps, *dataclasses.astuple(SCHEDULE))
+                ops.compact_(*state[:8], steps, *dataclasses.astuple(SCHEDULE))
                 errors.append(worst(out, expected))
             yield verdict(f"window, cap and sinks D={dim}", dtype, max(errors), tolerance)
 
@@ -367,13 +371,13 @@ def time_attention() -> Iterator[Result]:
 def time_attention_at(rows: int, slots: int, kv_heads: int = 8, group: int = 4, dim: int = 128) -> Result:
     size = 2 * rows * kv_heads * slots * dim * 2
     layers = 2 if DRY else max(2, min(256, 2**30 // size))  # more than the L2 cache holds, taken in turn
-    state = random_state(CacheShape(layers, kv_heads, dim, torch.bfloat16, DEVICE), slots, rows, slots - 1)
+    state = random_state(CacheShape(layers, kv_heads, group, dim, torch.bfloat16, DEVICE), slots, rows, slots - 1)
     q = torch.randn(rows, kv_heads * group, 1, dim, dtype=torch.bfloat16, device=DEVICE)
     k, v = q[:, :kv_heads].clone(), q[:, kv_heads : 2 * kv_heads].clone()
 
     def ours() -> None:
         for layer in range(layers):
-            attention.decode_attention(q, k, v, *state[:6], layer, dim**-0.5)
+            attention.decode_attention(q, k, v, *state[:8], layer, dim**-0.5)
 
     def sdpa() -> None:
         for layer in range(layers):
@@ -455,7 +459,7 @@ def time_step(model: Model, contexts: tuple[int, ...], rows: int) -> Iterator[Re
 
 def time_compaction(state: CacheState) -> tuple[float, float]:
     """Milliseconds of the compaction of all layers when no row is due, and when all are."""
-    arguments = (*state[:5], state.position, state.active, SCHEDULE)
+    arguments = (*state[:6], state.position, state.active, SCHEDULE)
     state.degree.fill_(1.0)
 
     def due() -> None:

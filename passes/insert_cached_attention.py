@@ -1,6 +1,6 @@
 """Put a cache under every canonical attention: the clustered one, or an exact ring where there is a sliding window.
 
-    ckv::attention(q, k, v, None, sinks, scale, cap)          ->  ckv::cached_attention(q, k, v, *clustered state, ...)
+    ckv::attention(q, k, v, None, sinks, scale, cap)          ->  ckv::cached_attention(q, k, v, *group's state, ...)
     ckv::attention(q, k, v, None, sinks, scale, cap, window)  ->  ckv::window_attention(q, k, v, *ring state, ...)
 
 The graph's inputs become (input_ids, *CacheState); position_ids is computed from the position in the state, so the
@@ -12,21 +12,28 @@ A graph that Dynamo traced with a `ClusteredCache` has the state among its input
 
 import dataclasses
 import operator
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ckv_compile.cache import CacheShape, CacheState
+from ckv_compile.cache import CacheShape, CacheState, Group
+from ckv_compile.errors import ConfigError
 from ckv_compile.graph import attention_arguments, fault, inputs, state_inputs, tensor_meta
 from ckv_compile.ops import attention, cached_attention, update, window_attention
-from ckv_compile.schedule import Schedule
+from ckv_compile.schedule import Plans
 
 _aten = torch.ops.aten
 
 
-def insert_cached_attention(graph: GraphModule, schedule: Schedule) -> int:
+def insert_cached_attention(graph: GraphModule, plans: Plans, light_layers: Collection[int] = ()) -> int:
     """Replace canonical attention nodes, in graph order: the i-th one of each kind is layer i of its group.
+
+    Args:
+        graph: the graph.
+        plans: how each group is compacted.
+        light_layers: numbers of the nodes that are light layers.
 
     Raises:
         PassError: for an attention that canonicalize_attention has not seen, or none.
@@ -46,20 +53,21 @@ def insert_cached_attention(graph: GraphModule, schedule: Schedule) -> int:
     if position_ids is not None and not has_cache:
         graph.graph.erase_node(position_ids)
 
-    call, plan = graph.graph.call_function, dataclasses.asdict(schedule)
+    call = graph.graph.call_function
     skip: dict[str, Any] = {"padding": padding} if padding else {}
-    windowed = clustered = 0
-    for node in sites:
-        given = attention_arguments(node)
+    groups = groups_of(sites, light_layers)
+    for number, (node, group) in enumerate(zip(sites, groups, strict=True)):
+        given, layer = attention_arguments(node), groups[:number].count(group)
         tokens = (given.q, _before_update(given.k), _before_update(given.v))
         rest = (given.scale, given.sinks, given.softcap)
         with graph.graph.inserting_before(node):
-            if given.window:
+            if group == "window":
                 ring = (state.window_keys, state.window_values, state.position, state.active)
-                cached = call(window_attention, (*tokens, *ring, windowed, *rest), skip)
+                cached = call(window_attention, (*tokens, *ring, layer, *rest), skip)
             else:
-                cached = call(cached_attention, (*tokens, *state[:6], clustered, *rest), plan | skip)
-        windowed, clustered = windowed + (given.window > 0), clustered + (given.window == 0)
+                slots, plan = (state.light, plans.light) if group == "light" else (state.main, plans.main)
+                options = dataclasses.asdict(plan.schedule) | skip
+                cached = call(cached_attention, (*tokens, *slots, layer, *rest), options)
         cached.meta = dict(node.meta)
         node.replace_all_uses_with(cached)
         graph.graph.erase_node(node)
@@ -91,31 +99,53 @@ def _before_update(node: Node) -> Node:
     return node
 
 
-def cache_shape(graph: GraphModule) -> CacheShape:
+def groups_of(sites: Sequence[Node], light_layers: Collection[int]) -> list[Group]:
+    """The group of every canonical attention.
+
+    Raises:
+        ConfigError: for a light layer that there is not, or that has a sliding window.
+    """
+    groups: list[Group] = ["window" if attention_arguments(node).window else "main" for node in sites]
+    for layer in light_layers:
+        if not layer < len(groups):
+            raise ConfigError(
+                f"light_layers: {layer} is no layer of this model, whose layers are 0 to {len(groups) - 1}"
+            )
+        if groups[layer] == "window":
+            raise ConfigError(f"light_layers: layer {layer} has a sliding window, which stays as it is: leave it out")
+        groups[layer] = "light"
+    return groups
+
+
+def cache_shape(graph: GraphModule, light_layers: Collection[int] = ()) -> CacheShape:
     """Read what the cache must hold from a graph of canonical attentions.
 
     Raises:
-        PassError: if layers of a kind differ in KV heads, head size or window, or layers in dtype.
+        PassError: if layers of a kind differ in heads, head size or window, or layers in dtype.
+        ConfigError: for a light layer that there is not, or that has a sliding window.
     """
-    groups: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+    groups: dict[bool, list[tuple[int, int, int, int]]] = {False: [], True: []}
     sites = _sites(graph)
     for node in sites:
         given = attention_arguments(node)
         key = tensor_meta(given.k)  # and value: of one head size in the canonical form
         group = groups[given.window > 0]
-        group.append((int(key.shape[1]), int(key.shape[3]), given.window))
+        heads = int(tensor_meta(given.q).shape[1])
+        group.append((heads, int(key.shape[1]), int(key.shape[3]), given.window))
         if group[-1] != group[0]:
-            expected = "{} KV heads of size {} and a window of {}, as in the first layer of the kind".format(*group[0])
-            raise fault(node, expected, "{}, {} and {}".format(*group[-1]))
+            expected = "{} query and {} KV heads of size {} and a window of {}, as in the first layer of the kind"
+            raise fault(node, expected.format(*group[0]), "{}, {}, {} and {}".format(*group[-1]))
         if key.dtype != (dtype := tensor_meta(attention_arguments(sites[0]).k).dtype):
             raise fault(node, f"the dtype of the first layer, {dtype}", f"{key.dtype}")
     first = tensor_meta(attention_arguments(sites[0]).k)
     clustered, windowed = groups[False], groups[True]
-    kv_heads, head_dim, _ = (clustered or windowed)[0]
-    shape = CacheShape(len(clustered), kv_heads, head_dim, first.dtype, first.device)
+    heads, kv_heads, head_dim, _ = (clustered or windowed)[0]
+    light = groups_of(sites, light_layers).count("light")
+    sizes = (kv_heads, heads // kv_heads, head_dim, first.dtype, first.device)
+    shape = CacheShape(len(clustered) - light, *sizes, light_layers=light)
     if not windowed:
         return shape
-    kv_heads, head_dim, window = windowed[0]
+    _, kv_heads, head_dim, window = windowed[0]
     return shape._replace(
         window=window, window_layers=len(windowed), window_kv_heads=kv_heads, window_head_dim=head_dim
     )

@@ -25,7 +25,7 @@ def lower_to_triton(graph: GraphModule) -> int:
 
     sites = [node for node in graph.graph.nodes if node.target in _OPS]
     for node in sites:
-        steps = node.args[7] if node.target is compact_ else node.args[0].meta["val"].shape[2]
+        steps = node.args[8] if node.target is compact_ else node.args[0].meta["val"].shape[2]
         if steps != 1:
             raise fault(node, "a step of one token a row", f"{steps} tokens")
         node.target = getattr(torch.ops.ckv_triton, node.target.overloadpacket.__name__).default

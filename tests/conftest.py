@@ -86,7 +86,10 @@ def reference_logits(model, config, ids, steps, prefill_chunk=None):
     graph = capture(model)
     canonicalize_attention(graph)
     graph.recompile()
-    rows = CacheRows(config.schedule, config.capacity)
+    windows = [node.args[7] for node in graph.graph.find_nodes(op="call_function", target=attention)]
+    clustered = [number for number, window in enumerate(windows) if not window]
+    plans, light = config.plans(len(clustered)), [clustered.index(number) for number in config.light_layers]
+    rows = CacheRows(*plans.main, plans.light, light)
 
     class Reference(torch.fx.Interpreter):
         def __init__(self, graph):

@@ -329,7 +329,7 @@ BAD = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "is no artifact"),
     "half a manifest": (damage("manifest.json", lambda data: data.__delitem__(slice(200, None))), "is no JSON"),
     "a manifest of something else": (listed(lambda m: m.update(format="a model")), "is not that of a"),
-    "a newer version": (listed(lambda m: m.update(version=2, news=[])), "of version 2 of the format"),
+    "a newer version": (listed(lambda m: m.update(version=3, news=[])), "of version 3 of the format"),
     "another torch": (listed(lambda m: m.update(torch="2.9.1")), "saved by torch 2.9.1"),
     "another device": (listed(lambda m: m.update(device="cuda:0")), "cuda:0"),
     "an unknown field": (listed(lambda m: m.update(extra=1)), "does not have the fields"),
@@ -353,8 +353,8 @@ BAD = {
     ),
     "fewer weights": (consistent("ckv_config.json", lambda c: c["weights"].pop()), "does not hold the tensors"),
     "a table of another version": (
-        consistent("ckv_config.json", lambda c: c.update(version=2)),
-        "ckv_config.json is of version 2",
+        consistent("ckv_config.json", lambda c: c.update(version=3)),
+        "ckv_config.json is of version 3",
     ),
     "sizes that no cache has": (
         consistent("ckv_config.json", lambda c: c["cache"].update(layers=-1)),
@@ -371,13 +371,24 @@ BAD = {
     ),
     "another plan than the programs": (
         consistent("ckv_config.json", lambda c: c["config"].update(n_sink=3)),
-        "compacts by another plan",
+        "compacts keys by another plan",
+    ),
+    "light layers that the programs have not": (
+        consistent("ckv_config.json", lambda c: c["config"].update(light_layers=[0])),
+        "0 light layers, and the config has",
+    ),
+    "layers that the programs have elsewhere": (
+        consistent(
+            "ckv_config.json",
+            lambda c: (c["config"].update(light_layers=[0]), c["cache"].update(layers=1, light_layers=1)),
+        ),
+        "takes keys as",
     ),
     "more layers than the programs": (
         consistent("ckv_config.json", lambda c: c["cache"].update(layers=3)),
         "takes keys as",
     ),
-    "a program of other options": (doctored(b'"as_int": 40', b'"as_int": 41'), "compacts by another plan"),
+    "a program of other options": (doctored(b'"as_int": 40', b'"as_int": 41'), "compacts keys by another plan"),
     "a program that writes a file": (calls("aten.save"), "its argument filename could be the name of a file"),
     "a program that reads a file": (calls("aten.from_file"), "its argument filename could be the name of a file"),
     "a program that prints": (calls("prim.Print"), r"torch\.ops\.prim\.Print\.default is not allowed"),
@@ -389,6 +400,15 @@ BAD = {
         "config.json is damaged",
     ),
 }
+
+
+def test_light_layers_are_saved_and_loaded(tmp_path, prompt):
+    light = {"light_layers": [1], "light_share": 0.6}
+    model = ckv_compile.transform(tiny_model(**SMALL), **(OPTIONS | light))
+    model.save_pretrained(tmp_path)
+    loaded = ckv_compile.load(tmp_path, compile="eager")
+    assert loaded.ckv_config == model.ckv_config
+    assert torch.equal(generate(loaded, prompt(70)), generate(model, prompt(70)))
 
 
 @pytest.mark.parametrize("case", BAD)

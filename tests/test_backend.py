@@ -64,6 +64,25 @@ def test_transformers_own_loop_gives_the_tokens_of_transform(family, prompt):
     assert (cache.state.fill < cache.capacity).all()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_light_layers_give_the_tokens_of_transform(family, prompt):
+    light = {"light_layers": [1], "light_share": 0.6, "budget": 40} if family == "llama" else {"light_layers": [0]}
+    if family == "gemma3":
+        with pytest.raises(ConfigError, match="layer 0 has a sliding window, which stays as it is"):
+            ckv_compile.cache_for(model_of(family), **(OPTIONS | light))
+        return
+    model, inputs = model_of(family), padded(prompt, 0, 33)
+    expected = ckv_compile.transform(model, compile="eager", **(OPTIONS | light)).generate(**inputs, **GREEDY)
+    cache = ckv_compile.cache_for(model, batch_size=2, **(OPTIONS | light))
+    forward = torch.compile(model.forward, backend="ckv", options={"light_layers": [2]})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="do not make the cache that it got"):
+        forward(**inputs, **{CACHE: cache})
+    model.forward = torch.compile(model.forward, backend="ckv", options=light)
+    found = model.generate(**inputs, **{CACHE: cache}, **GREEDY)
+    assert torch.equal(found, expected)
+    assert (cache.state.light_fill != cache.state.fill).all()
+
+
 @pytest.mark.parametrize("dynamic", [True, False, None])
 def test_prompts_of_several_lengths_and_a_conversation(dynamic, prompt):
     model = model_of()
@@ -293,8 +312,9 @@ def test_the_cache_without_the_backend(prompt):
     assert cache.columns == 60
     expected = ckv_compile.transform(model, compile="eager", **options)(ids)
     state = (expected.get("cache") or expected["past_key_values"]).state
-    torch.testing.assert_close(cache.state._replace(queries=state.queries), state)
-    assert not cache.state.queries.any(), "which nobody showed to the cache"
+    unseen = {"queries": state.queries, "last_queries": state.last_queries}
+    torch.testing.assert_close(cache.state._replace(**unseen), state)
+    assert not any(getattr(cache.state, name).any() for name in unseen), "which nobody showed to the cache"
 
 
 def test_another_backend(prompt):
@@ -395,7 +415,7 @@ class Backwards(Decoder):
 
 def test_layers_that_attend_in_another_order():
     cache = ckv_compile.cache_for(decoder(), **OPTIONS)
-    with pytest.raises(BackendCompilerFailed, match="expected keys and values of layer 0 of its kind"):
+    with pytest.raises(BackendCompilerFailed, match="expected keys and values of the next layer of its kind"):
         torch.compile(Backwards().double(), backend="ckv")(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), cache)
 
 

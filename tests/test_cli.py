@@ -375,12 +375,14 @@ def test_inspect_counts_layers_passes_and_bytes(tmp_path):
         "insert_compaction": 1,
     }
     ring, slot, token = 2 * 3 * 20 * 2 * 16 * 4, 3 * (2 * 16 * 4 + 4), 3 * 2 * 16 * 4
-    means = 3 * 2 * 16 * 4  # of queries
+    queries = 3 * (2 + 8 * 2) * 16 * 4  # two means, and the last 8 of two heads
     assert document["row_bytes"] == [
         {
             "context": 512,
             "full": 512 * token + 2 * 19 * token,
-            "budgets": {name: ring + (slots + 8) * slot + means for name, slots in (("25%", 128), ("100 slots", 100))},
+            "budgets": {
+                name: ring + (slots + 8) * slot + queries for name, slots in (("25%", 128), ("100 slots", 100))
+            },
         }
     ]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ckv_compile import clustering, reference
-from ckv_compile.reference import Row
+from ckv_compile.reference import ATTENTION_WEIGHT, LAST, LEAST_ATTENTION, Row
 from ckv_compile.schedule import Schedule
 
 # (rows, slots, head dim, chunk size, sinks, recents): one row of chunks, several, a short last chunk, none whole.
@@ -240,10 +240,15 @@ def test_no_round_is_the_identity() -> None:
         assert torch.equal(old, new)
 
 
-def random_queries(rows: int, dim: int, seed: int) -> Tensor:
-    """[R, 2, D] in float64: means and mean squares of the queries of three heads."""
-    q = torch.randn(3 * rows, 9, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    clustering.observe_(queries := torch.zeros(rows, 2, dim, dtype=torch.float64), q + 0.5, scale=0.3)
+def no_queries(rows: int, dim: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """What is known of the queries of three heads before the first token: [R, 2, D] and [R, LAST, 3, D]."""
+    return torch.zeros(rows, 2, dim, dtype=dtype), torch.zeros(rows, LAST, 3, dim, dtype=dtype)
+
+
+def random_queries(rows: int, dim: int, seed: int, tokens: int = 9) -> tuple[Tensor, Tensor]:
+    """Likewise, after some tokens."""
+    q = torch.randn(3 * rows, tokens, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    clustering.observe_(*(queries := no_queries(rows, dim)), q + 0.5, scale=0.3, position=seed)
     return queries
 
 
@@ -253,21 +258,23 @@ def random_queries(rows: int, dim: int, seed: int) -> Tensor:
     exact=st.integers(1, 9),
     dim=st.sampled_from([1, 3, 8]),
     most=st.sampled_from([1, 9, 10**6]),
+    tokens=st.sampled_from([1, 5, 20]),
     seed=st.integers(0, 2**16),
 )
-def test_exact_slots_equal_the_reference(slots: int, exact: int, dim: int, most: int, seed: int) -> None:
+def test_exact_slots_equal_the_reference(slots: int, exact: int, dim: int, most: int, tokens: int, seed: int) -> None:
     schedule = dataclasses.replace(plan(2, 1, 8), n_exact=exact)
-    rows, queries = random_rows(2, slots, dim, seed, most), random_queries(2, dim, seed)
-    worth = clustering.worth(*rows, queries, schedule)
+    rows, queries = random_rows(2, slots, dim, seed, most), random_queries(2, dim, seed, tokens)
+    worth = clustering.worth(*rows, queries[0], schedule)
+    attended = clustering.attended(rows[0], rows[2], queries[1], schedule)
     for choose in ("set_apart", "exchange"):
-        found = getattr(clustering, choose)(*rows, queries, schedule)
-        for r, known in enumerate(queries):
-            row, means = Row(*(part[r] for part in rows)), reference.Queries(*known)
-            expected = reference.worth_row(row, means, schedule)
-            torch.testing.assert_close(worth[r], expected, rtol=0, atol=1e-9)
-            gap = expected.sort().values.diff()[-exact - 1 : -exact + 1 or None]
-            if bool((gap > 1e-8).all()):  # rounding does not decide
-                kept = getattr(reference, choose)(row, means, schedule)
+        found = getattr(clustering, choose)(*rows, *queries, schedule)
+        for r in range(2):
+            row, known = Row(*(part[r] for part in rows)), reference.Queries(*queries[0][r], queries[1][r])
+            both = [reference.worth_row(row, known, schedule), reference.attended_row(row, known, schedule)]
+            torch.testing.assert_close(torch.stack([worth[r], attended[r]]), torch.stack(both), rtol=0, atol=1e-9)
+            scores = (both[0] + ATTENTION_WEIGHT * reference.standard(both[1]), both[0])
+            if all(bool((each.sort().values.diff() > 1e-8).all()) for each in scores):  # rounding does not decide
+                kept = getattr(reference, choose)(row, known, schedule)
                 assert all(torch.equal(part[r], mine) for part, mine in zip(found, kept, strict=True))
 
 
@@ -275,15 +282,17 @@ def test_exact_slots_equal_the_reference(slots: int, exact: int, dim: int, most:
 def test_choosing_exact_slots_moves_whole_slots_of_the_middle_alone(choose: str) -> None:
     schedule = dataclasses.replace(plan(3, 5, 8), n_exact=11)
     rows, queries = random_rows(4, 60, 6, seed=1), random_queries(4, 6, seed=2)
-    keys, values, degree = getattr(clustering, choose)(*rows, queries, schedule)
-    best = clustering.worth(*rows, queries, schedule).topk(11).indices.sort().values + 3
+    keys, values, degree = getattr(clustering, choose)(*rows, *queries, schedule)
+    best = []
     for r in range(4):
+        known = reference.Queries(*queries[0][r], queries[1][r])
+        best.append(reference.exact_slots(Row(*(part[r] for part in rows)), known, schedule))
         order = [int((rows[0][r] == key).all(dim=-1).nonzero()) for key in keys[r]]
         assert sorted(order) == list(range(60))
         assert torch.equal(values[r], rows[1][r][order])
         assert torch.equal(degree[r], rows[2][r][order])
         assert order[:3] + order[-5:] == [0, 1, 2, *range(55, 60)]
-        assert sorted(order[3:14]) == best[r].tolist()
+        assert sorted(order[3:14]) == best[r]
         if choose == "set_apart":
             assert order[3:14] == sorted(order[3:14])
             assert order[14:] == sorted(order[14:])
@@ -297,10 +306,14 @@ def test_of_slots_that_are_all_alike_the_first_are_exact() -> None:
     schedule = dataclasses.replace(plan(2, 3, 8), n_exact=6)
     keys, degree = torch.ones(2, 30, 4), torch.ones(2, 30)
     values = torch.arange(30.0)[None, :, None].sign().expand(2, 30, 4).contiguous()
-    marked = torch.arange(30.0).expand(2, 30).contiguous() + 1  # degrees, which say where a slot was
-    worth = clustering.worth(keys, values, degree, torch.zeros(2, 2, 4), schedule)
-    assert bool((worth == worth[:, :1]).all())
-    assert torch.equal(clustering.exchange(keys, values, marked, torch.zeros(2, 2, 4), schedule)[2], marked)
+    queries = no_queries(2, 4, torch.float32)
+    for scores in (
+        clustering.worth(keys, values, degree, queries[0], schedule),
+        clustering.attended(keys, degree, queries[1], schedule),
+    ):
+        assert bool((scores == scores[:, :1]).all())
+    order = clustering.apart_order(keys, values, degree, *queries, schedule)
+    assert torch.equal(order, torch.arange(30).expand(2, -1))
 
 
 def test_what_stands_out_is_worth_most() -> None:
@@ -317,14 +330,40 @@ def test_what_stands_out_is_worth_most() -> None:
     assert float(worth[ordinary].max()) < min(float(worth[slot - 4]) for slot in (20, 40, 60))
 
 
+def test_what_the_last_queries_attend_to_is_exact_though_it_is_worth_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 80, 8, dtype=torch.float64, generator=generator) * 0.1 + 1.0
+    schedule, (queries, last) = dataclasses.replace(plan(4, 8, 8), n_exact=5), no_queries(1, 8)
+    values[0, 50] *= 1e-3  # so that nothing is expected of it
+    keys[0, 50] += torch.tensor([0.3, -0.3, 0, 0, 0, 0, 0, 0])
+    for token, attending in ((0, False), (3, True)):
+        last[0, token, 1] = attending * 100 * torch.tensor([1.0, -1.0, 0, 0, 0, 0, 0, 0])
+        order = clustering.apart_order(keys, values, torch.ones(1, 80), queries, last, schedule)
+        assert (50 in order[0, 4:9]) == attending
+
+
+def test_slots_that_nobody_attends_to_are_alike_in_every_dtype() -> None:
+    keys, last = torch.zeros(1, 20, 2), torch.zeros(1, LAST, 1, 2)
+    keys[0, :5, 0], keys[0, 5:12, 0], last[..., 0] = 1.0, torch.linspace(-8.0, -1.0, 7), 1000.0
+    for dtype in (torch.float32, torch.float64):
+        scores = clustering.attended(keys.to(dtype), torch.ones(1, 20), last, plan(2, 3, 8))[0]
+        assert bool((scores[3:] == torch.tensor(LEAST_ATTENTION, dtype=dtype).log()).all())
+        assert bool((scores[:3] > 0).all())  # of 8 queries together
+
+
 @settings(deadline=None, max_examples=30)
 @given(turns=st.lists(st.integers(1, 7), min_size=1, max_size=5), seed=st.integers(0, 2**16))
 def test_queries_run_on_however_they_come(turns: list[int], seed: int) -> None:
     q = torch.randn(6, sum(turns), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    queries = torch.zeros(2, 2, 5, dtype=torch.float64)
+    queries, position = no_queries(2, 5), seed % 11
     for part in q.split(turns, dim=1):
-        clustering.observe_(queries, part, 0.7)
-    for head, found in enumerate(queries):
-        zero = reference.Queries(*torch.zeros(2, 5, dtype=torch.float64))
-        expected = reference.observe(zero, q[3 * head : 3 * head + 3], 0.7)
-        torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-13)
+        clustering.observe_(*queries, part, 0.7, position)
+        position += part.shape[1]
+    for head, (means, last) in enumerate(zip(*queries, strict=True)):
+        own = q[3 * head : 3 * head + 3]
+        expected = reference.observe(reference.Queries.none(own), own, 0.7, seed % 11)
+        torch.testing.assert_close(means, torch.stack(expected[:2]), rtol=0, atol=1e-13)
+        assert torch.equal(last, expected.last)
+        newest = own[:, -LAST:].transpose(0, 1) * 0.7
+        places = [(position - len(newest) + i) % LAST for i in range(len(newest))]
+        assert torch.equal(last[places], newest)

@@ -146,10 +146,10 @@ def test_no_cache_lives_on_after_generate(prompt):
 
 @pytest.mark.parametrize(("family", "windows"), [("llama", 0), ("gemma3", 2)])
 def test_bytes_are_those_of_the_slots_and_the_windows_whatever_was_generated(family, windows, prompt):
-    """Layers x KV heads x (slots x (K, V and a degree) and two means of queries), and exact windows of 20 tokens."""
+    """Layers x KV heads x (slots x (K, V and a degree) and 2 + 8 * 2 queries), and exact windows of 20 tokens."""
     ours = transformed(family)
     dim = 16 if family == "gemma3" else 8
-    expected = (3 - windows) * 3 * ((40 + 16) * (2 * dim * 4 + 4) + 2 * dim * 4) + windows * 3 * 20 * 2 * dim * 4
+    expected = (3 - windows) * 3 * ((40 + 16) * (2 * dim * 4 + 4) + 18 * dim * 4) + windows * 3 * 20 * 2 * dim * 4
     for length in (10, 300):
         assert cache_of(run(ours, prompt(length), 60)).nbytes() == expected
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckv_compile.config import CKVConfig
+from ckv_compile.config import CKVConfig, layer_numbers
 from ckv_compile.errors import CKVError, ConfigError
 
 NAN, INF = float("nan"), float("inf")
@@ -256,6 +256,71 @@ def test_exact_slots_leave_a_round_what_it_must_free() -> None:
     config = CKVConfig(budget=128, interval=64, n_sink=4, n_recent=32, exact=0.9)
     assert config.schedule.n_exact == 128 - 4 - 32 - 64
     assert config.schedule.mergeable(128 + 64) == 64
+
+
+@given(
+    layers=st.integers(2, 40),
+    budget=st.integers(200, 4000),
+    share=st.floats(0.01, 0.99),
+    count=st.integers(1, 39),
+)
+def test_light_layers_leave_their_slots_to_the_others(layers: int, budget: int, share: float, count: int) -> None:
+    config = CKVConfig(budget=budget, light_layers=tuple(range(min(count, layers - 1))), light_share=share)
+    try:
+        main, light = config.plans(layers)
+    except ConfigError as error:
+        assert "use" in str(error)  # noqa: PT017
+        return
+    slots = [(light if layer in config.light_layers else main).schedule.budget for layer in range(layers)]
+    assert budget * layers - layers < sum(slots) <= budget * layers
+    assert light.schedule.budget == round(share * budget) < main.schedule.budget
+    assert {plan.capacity - plan.schedule.budget for plan in (main, light)} == {config.interval}
+
+
+def test_without_light_layers_there_is_one_group() -> None:
+    main, light = CKVConfig(budget=512).plans(30)
+    assert (main.schedule, main.capacity, light.capacity) == (CKVConfig(budget=512).schedule, 576, 0)
+
+
+@pytest.mark.parametrize(
+    ("light", "message"),
+    [
+        ("0-4", r"light_layers='0-4' must be a list of layer numbers"),
+        ([1.5], r"a layer number=1.5 must be an int of at least 0"),
+        ([-1], r"a layer number=-1 must be an int of at least 0"),
+        ([0, 1, 2], r"they are 3, and the model has 3 layers"),
+    ],
+    ids=repr,
+)
+def test_bad_light_layers_are_refused(light: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CKVConfig(budget=512, light_layers=light).plans(3)
+
+
+def test_light_layers_are_one_config_however_they_are_written() -> None:
+    config = CKVConfig(budget=512, light_layers=[3, 1, 1])  # type: ignore[arg-type]
+    assert config == CKVConfig(budget=512, light_layers=(1, 3)) == CKVConfig.from_json(config.to_json())
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, True, "half"], ids=repr)
+def test_a_bad_light_share_is_refused(share: Any) -> None:
+    with pytest.raises(ConfigError, match="light_share="):
+        CKVConfig(budget=512, light_share=share)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("0-4,10", (0, 1, 2, 3, 4, 10)), ("3", (3,)), ("1+5-6", (1, 5, 6))],
+    ids=lambda value: str(value),
+)
+def test_layers_are_read_from_text(text: str, layers: tuple[int, ...]) -> None:
+    assert layer_numbers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-3", "1,,2"], ids=repr)
+def test_what_is_no_layers_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no number or range"):
+        layer_numbers(text)
 
 
 @pytest.mark.parametrize("exact", [-0.1, 1.0, 2, float("nan"), True, "half"], ids=repr)

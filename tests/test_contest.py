@@ -145,8 +145,8 @@ def test_the_contestants_of_this_environment_run(folder, monkeypatch, kind):
         assert [seconds > 0 for seconds in found["steps_s"]] == [True] * 5
         caches[each.kept] = found["cache_bytes"] / 2
     seen = (CONTEXT + 5) * TOKEN_BYTES  # the last token is not read
-    means = TOKEN_BYTES  # of queries: as large as a token
-    ours = {None: (CONTEXT + 6 + 8) * SLOT_BYTES + means, 0.5: (75 + 8) * SLOT_BYTES + means}
+    queries = 9 * TOKEN_BYTES  # two means, as large as a token, and the last 8 of two heads
+    ours = {None: (CONTEXT + 6 + 8) * SLOT_BYTES + queries, 0.5: (75 + 8) * SLOT_BYTES + queries}
     assert caches == (ours if kind == "ours" else {None: seen})
 
 

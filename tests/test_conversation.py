@@ -15,12 +15,15 @@ from safetensors.torch import load_file, save_file
 import ckv_compile
 
 SMALL = {"budget": 40, "interval": 16, "n_sink": 2, "n_recent": 6, "chunk_size": 16}
-BOTH = pytest.mark.parametrize("family", ["llama", "gemma3"])
+LIGHT = {"light_layers": (0, 2), "light_share": 0.6}
+KINDS = {"llama": ("llama", {}), "gemma3": ("gemma3", {}), "light": ("llama", LIGHT)}  # family and options
+ALL = pytest.mark.parametrize("kind", KINDS)
 
 
 @functools.cache
-def transformed(family="llama", **options):
-    return ckv_compile.transform(tiny_model(family), compile="eager", **(SMALL | options))
+def transformed(kind="llama", **options):
+    family, own = KINDS[kind]
+    return ckv_compile.transform(tiny_model(family), compile="eager", **(SMALL | own | options))
 
 
 def after(ours, *turns):
@@ -32,32 +35,33 @@ def after(ours, *turns):
 
 def assert_same(one, other, queries=True):
     assert one.columns == other.columns
-    taken = (one.state.degree > 0)[..., None]  # an empty slot may hold anything
     for name, mine, yours in zip(one.state._fields, one.state, other.state, strict=True):
-        if name in ("keys", "values"):
-            mine, yours = mine.where(taken, 0), yours.where(taken, 0)
-        if queries or name != "queries":
+        if name in ("keys", "values", "light_keys", "light_values"):  # an empty slot may hold anything
+            taken = (one.state.light_degree if "light" in name else one.state.degree) > 0
+            mine, yours = mine.where(taken[..., None], 0), yours.where(taken[..., None], 0)
+        if queries or "queries" not in name:
             assert torch.equal(mine, yours), name
 
 
 # -------------------------------------------------------------------------------------------------------------- turns
 
 
-@BOTH
-def test_turns_keep_true_positions_whatever_was_compacted(family, prompt):
-    ours = transformed(family)
+@ALL
+def test_turns_keep_true_positions_whatever_was_compacted(kind, prompt):
+    ours = transformed(kind)
     cache = ours.new_cache()
     seen = 0
     for steps in (100, 1, 30, 1, 1, 60, 2):  # long and short turns, over compactions
         ours(prompt(steps, seed=seen), past_key_values=cache)
         seen += steps
         assert cache.get_seq_length() == int(cache.state.position) == seen
-        assert (cache.state.degree.sum(dim=-1) == seen).all()
+        for degree in (cache.state.degree, cache.state.light_degree):
+            assert (degree.sum(dim=-1) == seen).all()
 
 
-@BOTH
-def test_within_the_budget_a_conversation_is_transformers_own(family, prompt):
-    model, ours = tiny_model(family), transformed(family, budget=200)
+@ALL
+def test_within_the_budget_a_conversation_is_transformers_own(kind, prompt):
+    model, ours = tiny_model(KINDS[kind][0]), transformed(kind, budget=400)
     cache, said = ours.new_cache(), torch.zeros(1, 0, dtype=torch.int64)
     for turn in (prompt(50, seed=1), prompt(3, seed=2), prompt(40, seed=3)):
         ids = torch.cat([said, turn], dim=1)
@@ -69,9 +73,9 @@ def test_within_the_budget_a_conversation_is_transformers_own(family, prompt):
 # -------------------------------------------------------------------------------------------------------------- forks
 
 
-@BOTH
-def test_forks_go_on_by_themselves(family, prompt):
-    ours = transformed(family)
+@ALL
+def test_forks_go_on_by_themselves(kind, prompt):
+    ours = transformed(kind)
     base = after(ours, prompt(100))
     fork = base.fork()
     other = ours(prompt(30, seed=1), past_key_values=fork).logits
@@ -101,14 +105,16 @@ print(cache.get_seq_length(), int(cache.state.position), logits.double().abs().s
 """
 
 
-@BOTH
-def test_a_saved_conversation_goes_on_in_another_process(family, prompt, tmp_path):
-    ours, turn = transformed(family), prompt(12, seed=5)
+@ALL
+def test_a_saved_conversation_goes_on_in_another_process(kind, prompt, tmp_path):
+    ours, turn = transformed(kind), prompt(12, seed=5)
     cache, file = after(ours, prompt(100), prompt(1)), tmp_path / "cache.safetensors"
     ours.save_cache(cache, file)
     assert os.listdir(tmp_path) == [file.name]
-    assert load_file(file)["keys"].shape[3] == int(cache.state.fill), "used slots alone"
-    arguments = [str(Path(__file__).parent), family, repr(SMALL), str(file), repr(turn[0].tolist())]
+    for name, fill in (("keys", cache.state.fill), ("light_keys", cache.state.light_fill)):
+        assert load_file(file)[name].shape[3] == int(fill), "used slots alone"
+    family, own = KINDS[kind]
+    arguments = [str(Path(__file__).parent), family, repr(SMALL | own), str(file), repr(turn[0].tolist())]
     run = subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], capture_output=True, text=True, check=True)
     logits = ours(turn, past_key_values=cache).logits
     assert run.stdout.split() == ["113", "113", logits.double().abs().sum().item().hex()]
@@ -145,7 +151,7 @@ def test_files_that_do_not_fit_are_refused(prompt, tmp_path):
     with pytest.raises(ckv_compile.InputError, match="no whole safetensors file"):
         ours.load_cache(file)
     save_file({"keys": torch.zeros(1)}, file)
-    with pytest.raises(ckv_compile.InputError, match="holds None, not 'ckv_compile cache 2'"):
+    with pytest.raises(ckv_compile.InputError, match="holds None, not 'ckv_compile cache 3'"):
         ours.load_cache(file)
     damaged = {"keys": lambda t: t[0, 0], "fill": lambda t: t + 100, "degree": lambda t: t.double(), "position": None}
     for name, change in damaged.items():
@@ -188,6 +194,18 @@ def test_until_something_is_merged_all_tokens_can_be_taken_back(family, length, 
             later, ours(prompt(40, seed=4), past_key_values=expected).logits, atol=1e-5, rtol=1e-5
         )
         assert (cache.state.degree.sum(dim=-1) == kept + 40).all()
+
+
+def test_the_layers_that_keep_least_say_what_can_be_taken_back(prompt):
+    ours = transformed("light")
+    cache = after(ours, prompt(50))  # light layers are full at 40 slots, the others at 88
+    assert (int(cache.state.fill), int(cache.state.light_fill)) == (50, 24)
+    with pytest.raises(ckv_compile.InputError, match=f"only the last {SMALL['n_recent']} tokens can be taken back"):
+        cache.crop(-SMALL["n_recent"] - 1)
+    cache.crop(-SMALL["n_recent"])
+    assert (int(cache.state.fill), int(cache.state.light_fill)) == (44, 18)
+    for degree in (cache.state.degree, cache.state.light_degree):
+        assert (degree.sum(dim=-1) == 44).all()
 
 
 def test_after_a_compaction_the_recent_tokens_can_be_taken_back_and_no_more(prompt):

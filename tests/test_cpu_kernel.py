@@ -16,7 +16,7 @@ from conftest import needs_kernel
 
 from ckv_compile import clustering
 from ckv_compile.kernels import cpu
-from ckv_compile.reference import CacheRows, Row, attend_row
+from ckv_compile.reference import LAST, CacheRows, Row, attend_row
 from ckv_compile.schedule import Schedule
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
@@ -32,13 +32,17 @@ class Case:
     values: torch.Tensor
     degree: torch.Tensor | None
     queries: torch.Tensor | None
+    last_queries: torch.Tensor | None
     fill: torch.Tensor
     active: torch.Tensor
+    position: torch.Tensor | None
     layer: int = 1
     scale: float = 0.125
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
-    per_row: ClassVar = ("q", "k", "v", "keys", "values", "degree", "queries", "fill", "active")
+    per_row: ClassVar = (
+        *("q", "k", "v", "keys", "values", "degree", "queries", "last_queries", "fill", "active", "position"),
+    )
 
     def run(self) -> torch.Tensor:
         if self.q.dtype == torch.float16 and cpu.is_available(torch.float32) and not cpu.is_available(torch.float16):
@@ -100,8 +104,10 @@ def make_case(
         values=randn(rows, 2, kv_heads, capacity, dim),
         degree=torch.randint(1, 9, (rows, 2, kv_heads, capacity), generator=generator).float(),
         queries=torch.zeros(rows, 2, kv_heads, 2, dim),
+        last_queries=randn(rows, 2, kv_heads, LAST, group, dim),
         fill=torch.tensor(fill),
         active=torch.ones(rows, dtype=torch.bool),
+        position=torch.tensor(fill) * 3 + 5_000_000_001,
     )
     for row, used in enumerate(fill):
         for cached in (case.keys, case.values, case.degree):
@@ -112,7 +118,8 @@ def make_case(
 def make_ring(fill: tuple[int, ...], window: int, **shape: object) -> Case:
     """A random case of rings that have seen `fill` tokens; slots not in use yet are NaN."""
     used = tuple(min(tokens, window) for tokens in fill)
-    return replace(make_case(used, window, **shape), degree=None, queries=None, fill=torch.tensor(fill))
+    case = replace(make_case(used, window, **shape), fill=torch.tensor(fill))
+    return replace(case, degree=None, queries=None, last_queries=None, position=None)
 
 
 def with_sinks(case: Case) -> Case:
@@ -123,13 +130,14 @@ def with_sinks(case: Case) -> Case:
 
 def assert_right(case: Case, tolerance: float | None = None) -> None:
     expected = case.expected()
-    queries = None if case.queries is None else case.queries.clone()
+    known = None if case.queries is None else (case.queries.clone(), case.last_queries.clone())
     out = case.run()
-    if queries is not None:
-        for row, kv_heads in enumerate(queries[:, case.layer]):
-            if case.active[row]:
-                clustering.observe_(kv_heads, case.q[row], case.scale)
-        torch.testing.assert_close(case.queries, queries, rtol=1e-5, atol=1e-6)
+    if known is not None:
+        for row in case.active.nonzero().flatten().tolist():
+            own = (part[row, case.layer] for part in known)
+            clustering.observe_(*own, case.q[row], case.scale, int(case.position[row]))
+        torch.testing.assert_close(case.queries, known[0], rtol=1e-5, atol=1e-6)
+        assert torch.equal(case.last_queries, known[1])
     assert out.dtype == case.q.dtype
     assert out.shape == case.q.shape
     atol = TOLERANCE[out.dtype] if tolerance is None else tolerance
@@ -328,7 +336,8 @@ def test_a_ring_step_by_step(window: int, dtype: torch.dtype) -> None:
             for heads in (kv_heads * group, kv_heads, kv_heads)
         )
         active = torch.tensor([True, step >= 5])
-        case = Case(q, k, v, keys, values, None, None, fill, active, layer, dim**-0.5, softcap, sinks)
+        ring = (keys, values, None, None, None, fill, active, None)
+        case = Case(q, k, v, *ring, layer, dim**-0.5, softcap, sinks)
         out = case.run()
         options = (dim**-0.5, softcap, sinks, window)
         expected = torch.zeros_like(q)
@@ -451,7 +460,7 @@ def test_a_row_that_is_not_active_is_left_as_it_is(dtype: torch.dtype) -> None:
 def test_a_row_that_is_not_in_the_state_is_an_error(rows: list[int]) -> None:
     case = make_case((3, 8, 2), capacity=9)
     new = [part[: len(rows)] for part in (case.q, case.k, case.v)]
-    state = (case.keys, case.values, case.degree, case.queries, case.fill, case.active)
+    state = [getattr(case, name) for name in case.per_row[3:]]
     with pytest.raises(IndexError, match="must lie between 0 and 2"):
         cpu.decode_attention(*new, *state, 1, case.scale, rows=torch.tensor(rows))
 
@@ -463,8 +472,22 @@ def test_what_does_not_fit_together_is_refused() -> None:
         replace(case, layer=2).run()
     with pytest.raises(ValueError, match="share one dtype"):
         replace(case, k=case.k.double()).run()
-    with pytest.raises(ValueError, match="fill int64 and active bool"):
-        replace(case, fill=case.fill.int()).run()
+    for changes in ({"fill": case.fill.int()}, {"position": case.position.int()}):
+        with pytest.raises(ValueError, match="fill, position int64 and active bool"):
+            replace(case, **changes).run()
+    for changes in (
+        {"last_queries": case.last_queries[:, :, :, 1:]},
+        {"last_queries": case.last_queries.flatten(3, 4)},
+        {"last_queries": None},
+        {"position": None},
+        {"position": case.position[None]},
+    ):
+        with pytest.raises(ValueError, match="cannot serve layer 1"):
+            replace(case, **changes).run()
+    with pytest.raises(ValueError, match=r"last_queries must share one dtype"):
+        replace(case, last_queries=case.last_queries.half()).run()
+    with pytest.raises(ValueError, match="must be contiguous"):
+        replace(case, last_queries=case.last_queries.mT.contiguous().mT).run()
     with pytest.raises(ValueError, match="must be contiguous"):
         replace(case, keys=case.keys.mT.contiguous().mT).run()
     for sinks in (torch.zeros(5), torch.zeros(1), torch.zeros(6, 1)):
@@ -475,7 +498,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     for degree in (case.degree[..., :7], case.degree[0], case.degree[:, :1]):
         with pytest.raises(ValueError, match="cannot serve layer 1"):
             replace(case, degree=degree).run()
-    with pytest.raises(ValueError, match="degree and queries must be float32"):
+    with pytest.raises(ValueError, match="degree, queries must be float32"):
         replace(case, degree=case.degree.double()).run()
     with pytest.raises(ValueError, match="must be contiguous"):
         replace(case, degree=case.degree.mT.contiguous().mT).run()

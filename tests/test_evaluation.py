@@ -11,11 +11,14 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from ckv_compile import cli, render
+from ckv_compile.config import layer_numbers
 from ckv_compile.errors import ConfigError, InputError, UnsupportedModelError
 from ckv_compile.evaluation import evaluate, files, harness, methods, tasks, texts
 from ckv_compile.evaluation.ablations import ABLATIONS, VARIANTS, csm
+from ckv_compile.evaluation.calibration import lightest, losses, ranges
 from ckv_compile.evaluation.candidates import KNOWN, candidate, compression
 from ckv_compile.evaluation.harness import Chosen, Reader, choose, predict, run
+from ckv_compile.evaluation.language import divergences
 from ckv_compile.evaluation.methods import FULL, METHODS, OURS, Layer
 from ckv_compile.evaluation.outcomes import (
     MEAN,
@@ -492,8 +495,11 @@ def test_a_candidate_has_options_of_its_own():
     made = compression(candidate("ours:r_init=1,chunk_size=64,interval=8"), 100, {"n_sink": 2, "r_init": 0.5})
     assert (made.config.budget, made.config.r_init, made.config.chunk_size) == (100, 1, 64)
     assert (made.config.n_sink, made.config.interval) == (2, 8)
-    assert [made.plan(tokens).budget for tokens in (90, 107, 108)] == [90, 107, 100]
-    assert compression(candidate(FULL), 50, {}).plan(200).budget == 200
+    assert [made.plans(tokens, 4)[0].budget for tokens in (90, 107, 108)] == [90, 107, 100]
+    assert [plan.budget for plan in compression(candidate(FULL), 50, {}).plans(200, 4)] == [200, 200]
+    made = compression(candidate("ours:light_layers=0-1+3,light_share=0.4,interval=8"), 100, {"n_recent": 8})
+    assert made.config.light_layers == (0, 1, 3)
+    assert [plan.budget for plan in made.plans(300, 5)] == [190, 40]
 
 
 @pytest.mark.parametrize(
@@ -736,3 +742,50 @@ def test_eval_names_what_is_wrong(arguments, code, message, tiny):
     result = ckv(tiny, *arguments)
     assert result.exit_code == code
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+# ------------------------------------------------------------------------------------------------------- calibration
+
+
+def test_a_layer_that_nothing_reads_is_the_lightest(prompt):
+    model = tiny_model(num_hidden_layers=4)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.o_proj.weight.zero_()
+    windows = {"a": [prompt(90, seed=1)], "b": [prompt(90, seed=2)]}
+    shown: list[tuple[int, int]] = []
+    found = losses(Reader(model, **PROTECTED), windows, 20, 0.3, lambda *each: shown.append(each))
+    assert [loss.layer for loss in found] == [0, 1, 2, 3]
+    assert found[2].kl < 1e-9 < min(loss.kl for loss in found if loss.layer != 2)
+    light = lightest(found)
+    assert len(light) == 2
+    assert 2 in light
+    assert max(found[layer].kl for layer in light) <= min(loss.kl for loss in found if loss.layer not in light)
+    assert shown[-1] == (8, 8)
+
+
+def test_what_a_layer_loses_alone_is_that_of_the_product(prompt):
+    """The same by `transform`: a budget of all tokens for all layers but one."""
+    model, text, predicted = tiny_model().double(), prompt(120), 10
+    options = PROTECTED | {"exact": 0.2}  # few enough to leave an interval its slots
+    (loss, *_) = losses(Reader(model, **options), {"a": [text]}, predicted, 0.3, lambda *_: None)
+    options |= {"budget": 120, "light_layers": [0], "light_share": 0.3, "interval": 20}
+    ours = transform(model, compile="eager", **options)
+    cache = ours.new_cache()
+    logits = [ours(part, past_key_values=cache).logits for part in (text[:, :110], *text[:, 110:-1].split(1, dim=1))]
+    full = model(text).logits[0, -predicted - 1 : -1].log_softmax(dim=-1)
+    kl = divergences(torch.cat(logits, dim=1)[0].double().log_softmax(dim=-1), full).mean()
+    assert loss.kl == pytest.approx(float(kl), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"), [((), ""), ((3,), "3"), ((0, 1, 2, 5), "0-2,5"), ((1, 3, 4), "1,3-4")], ids=str
+)
+def test_layers_are_written_as_they_are_read(layers, text):
+    assert ranges(layers) == text
+    assert not layers or layer_numbers(text) == layers
+
+
+def test_a_model_of_windows_has_no_layers_to_choose():
+    model = tiny_model("gemma3", layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+    with pytest.raises(InputError, match="1 layers without a sliding window"):
+        losses(Reader(model, **PROTECTED), {}, 5, 0.3, lambda *_: None)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from conftest import needs_kernel
 from torch import Tensor
 
 from ckv_compile import ops
-from ckv_compile.cache import CacheShape, CacheState
+from ckv_compile.cache import CacheShape, CacheState, Group
 from ckv_compile.ops import append_, attention, cached_attention, compact_, window_attention
 from ckv_compile.reference import CacheRows, Row, compress_row
 from ckv_compile.schedule import Schedule
@@ -47,17 +47,19 @@ def random_turn(rows: int, steps: int, dim: int, dtype: torch.dtype, seed: int) 
 
 
 def empty_state(rows: int, dim: int, dtype: torch.dtype, capacity: int = CAPACITY) -> CacheState:
-    return CacheState.allocate(CacheShape(LAYERS, KV_HEADS, dim, dtype, torch.device("cpu")), capacity, rows)
+    return CacheState.allocate(
+        CacheShape(LAYERS, KV_HEADS, HEADS // KV_HEADS, dim, dtype, torch.device("cpu")), capacity, rows
+    )
 
 
 def run_ops(state: CacheState, turn: Turn, plan: tuple[int | float, ...] = PLAN) -> Tensor:
     """One step of a model: attention in every layer, then the compaction. Returns [L, B, H, S, D]."""
-    cache = state[:6]
+    cache = state[:8]
     out = [
         cached_attention(q, k, v, *cache, layer, SCALE, None, 0.0, *plan)
         for layer, (q, k, v) in enumerate(zip(*turn, strict=True))
     ]
-    compact_(*state[:7], turn.q.shape[3], *plan)
+    compact_(*state[:8], turn.q.shape[3], *plan)
     return torch.stack(out)
 
 
@@ -68,13 +70,14 @@ def run_oracle(oracle: CacheRows, turn: Turn) -> Tensor:
 
 
 def assert_state_equals(state: CacheState, oracles: list[CacheRows], tolerance: float) -> None:
-    """Keys, values, degree, fill and position of every row, layer and head."""
+    """Keys, values, degree, queries, fill and position of every row, layer and head."""
     for b, oracle in enumerate(oracles):
         fill = int(state.fill[b])
         assert int(state.position[b]) == oracle.position[0]
         for layer, h in itertools.product(range(LAYERS), range(KV_HEADS)):
-            row, queries = oracle.rows[0, layer, h], torch.stack(oracle.queries[0, layer, h])
-            torch.testing.assert_close(state.queries[b, layer, h], queries, rtol=0, atol=tolerance)
+            row, queries = oracle.rows[0, layer, h], oracle.queries[0, layer, h]
+            torch.testing.assert_close(state.queries[b, layer, h], torch.stack(queries[:2]), rtol=0, atol=tolerance)
+            assert torch.equal(state.last_queries[b, layer, h], queries.last)
             assert fill == row.degree.shape[0]
             torch.testing.assert_close(state.keys[b, layer, h, :fill], row.keys, rtol=0, atol=tolerance)
             torch.testing.assert_close(state.values[b, layer, h, :fill], row.values, rtol=0, atol=tolerance)
@@ -161,14 +164,16 @@ def test_opcheck(dtype: torch.dtype, dim: int, steps: int) -> None:
     sinks = torch.randn(HEADS, dtype=dtype)
     for extra in ((None, 0.0), (sinks, 5.0)):
         torch.library.opcheck(attention, (q, k, v, None, extra[0], SCALE, extra[1], 2))
-        torch.library.opcheck(cached_attention, (q, k, v, *state[:6], 1, SCALE, *extra, *PLAN))
+        torch.library.opcheck(cached_attention, (q, k, v, *state[:8], 1, SCALE, *extra, *PLAN))
         ring = torch.zeros(2, LAYERS, KV_HEADS, 7, dim, dtype=dtype)
         arguments = (q, k, v, ring, ring.clone(), state.position, state.active, 1, SCALE, *extra)
         torch.library.opcheck(window_attention, arguments)
-    torch.library.opcheck(compact_, (*state[:7], steps, *PLAN))
-    for windowed in (False, True):
-        rings = (torch.zeros(2, LAYERS, KV_HEADS, 7, dim, dtype=dtype),) * 2
-        arguments = (k, v, *state[:7], rings[0], rings[1].clone(), 1, windowed, *PLAN, torch.tensor([0, steps - 1]))
+    torch.library.opcheck(compact_, (*state[:8], steps, *PLAN))
+    torch.library.opcheck(compact_, (*state[:7], None, steps, *PLAN))
+    shape = CacheShape(LAYERS, KV_HEADS, 3, dim, dtype, torch.device("cpu"), 7, LAYERS, KV_HEADS, dim, LAYERS)
+    for group in get_args(Group):
+        others = CacheState.allocate(shape, 1, 2, CAPACITY)[8:]
+        arguments = (k, v, *state[:8], *others, 1, group, *PLAN, torch.tensor([0, steps - 1]))
         torch.library.opcheck(append_, arguments)
 
 
@@ -183,7 +188,7 @@ def test_windows_score_caps_and_sinks_equal_the_oracle_at_every_step(
     monkeypatch.setenv("CKV_CPU_KERNEL", kernel)
     monkeypatch.setattr(ops, "EXTEND_BLOCK", 9)
     shape = CacheShape(
-        0 if window else LAYERS, KV_HEADS, 8, torch.float32, torch.device("cpu"), window, LAYERS, KV_HEADS, 8
+        0 if window else LAYERS, KV_HEADS, 3, 8, torch.float32, torch.device("cpu"), window, LAYERS, KV_HEADS, 8
     )
     state, oracles = CacheState.allocate(shape, CAPACITY, 2), [CacheRows(SCHEDULE, CAPACITY) for _ in range(2)]
 
@@ -193,12 +198,12 @@ def test_windows_score_caps_and_sinks_equal_the_oracle_at_every_step(
                 ring = (rows.window_keys, rows.window_values, rows.position, rows.active)
                 out = window_attention(q, k, v, *ring, layer, SCALE, sinks, softcap)
             else:
-                out = cached_attention(q, k, v, *rows[:6], layer, SCALE, sinks, softcap, *PLAN)
+                out = cached_attention(q, k, v, *rows[:8], layer, SCALE, sinks, softcap, *PLAN)
             for b, oracle in enumerate(oracles):
                 row = (part[b : b + 1].double() for part in (q, k, v))
                 expected = oracle.attend(layer, *row, SCALE, softcap, sinks, window)
                 torch.testing.assert_close(out[b : b + 1], expected.float(), rtol=0, atol=5e-5)
-        compact_(*rows[:7], turn.q.shape[3], *PLAN)
+        compact_(*rows[:8], turn.q.shape[3], *PLAN)
         for oracle in oracles:
             oracle.finish_step(turn.q.shape[3])
 
@@ -271,8 +276,8 @@ def test_a_batch_of_some_rows_of_a_state_has_the_bits_of_these_rows(schedule: Sc
         turn = random_turn(len(taking), 1, dim, torch.float32, seed=step)
         out = []
         for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
-            out.append(cached_attention(q, k, v, *state[:6], layer, SCALE, None, 0.0, *plan, rows=taking))
-        compact_(*state[:7], 1, *plan, rows=taking)
+            out.append(cached_attention(q, k, v, *state.main, layer, SCALE, None, 0.0, *plan, rows=taking))
+        compact_(*state.main, 1, *plan, rows=taking)
         for i, b in enumerate(taking.tolist()):
             assert torch.equal(torch.stack(out)[:, i : i + 1], run_ops(other.row(b), turn.row(i), plan))
         for ours, theirs in zip(state, other, strict=True):
@@ -289,8 +294,8 @@ def test_appending_with_queries_leaves_what_attention_leaves(turns: list[int]) -
         turn = random_turn(2, steps, 8, torch.float32, seed=steps)
         run_ops(theirs, turn, plan)
         for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
-            append_(k, v, *ours, layer, False, *plan, q=q, scale=SCALE)
-        compact_(*ours[:7], steps, *plan)
+            append_(k, v, *ours, layer, "main", *plan, q=q, scale=SCALE)
+        compact_(*ours.main, steps, *plan)
     for name, left in ours._asdict().items():
         assert torch.equal(left, getattr(theirs, name)), name
 
@@ -298,7 +303,7 @@ def test_appending_with_queries_leaves_what_attention_leaves(turns: list[int]) -
 def test_rows_are_for_one_new_token() -> None:
     turn, state = random_turn(1, 2, 8, torch.float32, seed=0), empty_state(3, 8, torch.float32)
     with pytest.raises(ValueError, match="2 tokens a row, and rows of a larger state"):
-        cached_attention(*(part[0] for part in turn), *state[:6], 0, SCALE, None, 0.0, *PLAN, rows=torch.tensor([1]))
+        cached_attention(*(part[0] for part in turn), *state.main, 0, SCALE, None, 0.0, *PLAN, rows=torch.tensor([1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -330,7 +335,7 @@ def test_large_degrees_cost_no_precision(
         slots = (state.keys[0, 1, h, :used], state.values[0, 1, h, :used], state.degree[0, 1, h, :used])
         oracle.rows[0, 1, h] = Row(*(part.double() for part in slots))
     expected = oracle.attend(1, q.double(), k.double(), v.double(), 0.125)
-    out = cached_attention(q, k, v, *state[:6], 1, 0.125, None, 0.0, *PLAN)
+    out = cached_attention(q, k, v, *state[:8], 1, 0.125, None, 0.0, *PLAN)
     assert (out.double() - expected).norm() / expected.norm() < torch.finfo(dtype).eps / 2
 
 
@@ -339,11 +344,11 @@ def test_compaction_leaves_rows_alone_that_have_a_free_slot() -> None:
     for b, prompt in enumerate((31, 12)):
         run_ops(state.row(b), random_turn(1, prompt, 8, torch.float32, seed=b))
     turn = random_turn(2, 1, 8, torch.float32, seed=9)
-    cache = state[:6]
+    cache = state[:8]
     for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
         cached_attention(q, k, v, *cache, layer, SCALE, None, 0.0, *PLAN)
     before = CacheState(*(part.clone() for part in state))
-    compact_(*state[:7], 1, *PLAN)
+    compact_(*state[:8], 1, *PLAN)
     assert state.fill.tolist() == [24, 13]
     assert state.position.tolist() == [32, 13]
     for name in ("keys", "values", "degree"):
@@ -356,7 +361,7 @@ def test_attention_itself_advances_no_counter() -> None:
     state = empty_state(1, 8, torch.float32)
     for steps in (1, 3, 50):
         q, k, v = (part[0] for part in random_turn(1, steps, 8, torch.float32, seed=steps))
-        cached_attention(q, k, v, *state[:6], 0, SCALE, None, 0.0, *PLAN)
+        cached_attention(q, k, v, *state[:8], 0, SCALE, None, 0.0, *PLAN)
         assert state.fill.tolist() == state.position.tolist() == [0]
         assert not state.degree[:, 1].any(), "the other layer is not touched"
 
@@ -370,7 +375,7 @@ def test_a_step_on_a_full_row_is_an_error_and_writes_nothing(kernel: str, monkey
     before = CacheState(*(part.clone() for part in state))
     q, k, v = (part[0] for part in random_turn(2, 1, 8, torch.float32, seed=1))
     with pytest.raises(RuntimeError, match=r"row 1 .*(no free slot|is full).*32"):
-        cached_attention(q, k, v, *state[:6], 0, SCALE, None, 0.0, *PLAN)
+        cached_attention(q, k, v, *state[:8], 0, SCALE, None, 0.0, *PLAN)
     for old, now in zip(before, state, strict=True):
         assert torch.equal(old, now)
 
@@ -418,22 +423,24 @@ def test_garbage_past_fill_is_never_read() -> None:
 
 
 @pytest.mark.parametrize("steps", [3, 40])
-@pytest.mark.parametrize("windowed", [False, True], ids=["clustered", "window"])
-def test_padding_is_skipped_bit_for_bit(steps: int, windowed: bool) -> None:
+@pytest.mark.parametrize("group", get_args(Group))
+def test_padding_is_skipped_bit_for_bit(steps: int, group: Group) -> None:
     """A row behind padding gets and leaves what it does alone; `append_` leaves the same state."""
-    shape = CacheShape(LAYERS, KV_HEADS, 8, torch.float32, torch.device("cpu"), 7, LAYERS, KV_HEADS, 8)
-    batch, alone, appended = (CacheState.allocate(shape, CAPACITY, 2) for _ in range(3))
+    shape = CacheShape(LAYERS, KV_HEADS, 3, 8, torch.float32, torch.device("cpu"), 7, LAYERS, KV_HEADS, 8, LAYERS)
+    batch, alone, appended = (CacheState.allocate(shape, CAPACITY, 2, CAPACITY) for _ in range(3))
     q, k, v = (part[0] for part in random_turn(2, steps, 8, torch.float32, seed=0))
     pads = torch.tensor([2, 0])
     q[0, :, :2] = k[0, :, :2] = v[0, :, :2] = torch.nan
 
     def attend(state: CacheState, tokens: Sequence[Tensor], padding: Tensor | None) -> Tensor:
-        if windowed:
+        if group == "window":
             ring = (state.window_keys, state.window_values, state.position, state.active)
             out = window_attention(*tokens, *ring, 1, SCALE, None, 0.0, padding)
         else:
-            out = cached_attention(*tokens, *state[:6], 1, SCALE, None, 0.0, *PLAN, padding)
-        compact_(*state[:7], tokens[0].shape[2], *PLAN, padding)
+            slots = state.light if group == "light" else state.main
+            out = cached_attention(*tokens, *slots, 1, SCALE, None, 0.0, *PLAN, padding)
+        compact_(*state.light[:7], None, tokens[0].shape[2], *PLAN, padding)
+        compact_(*state.main, tokens[0].shape[2], *PLAN, padding)
         return out
 
     out = attend(batch, (q, k, v), pads)
@@ -441,11 +448,12 @@ def test_padding_is_skipped_bit_for_bit(steps: int, windowed: bool) -> None:
     for b, pad in enumerate(pads.tolist()):
         rows = [part[b : b + 1, :, pad:] for part in (q, k, v)]
         assert torch.equal(attend(alone.row(b), rows, None), out[b : b + 1, :, pad:])
-    append_(k, v, *appended, 1, windowed, *PLAN, pads)
-    compact_(*appended[:7], steps, *PLAN, pads)
+    append_(k, v, *appended, 1, group, *PLAN, pads)
+    compact_(*appended.light[:7], None, steps, *PLAN, pads)
+    compact_(*appended.main, steps, *PLAN, pads)
     for name, found in batch._asdict().items():
         assert torch.equal(found, getattr(alone, name)), name
-        if name != "queries":  # which `append_` does not see
+        if "queries" not in name:  # which `append_` does not see
             assert torch.equal(found, getattr(appended, name)), name
 
 

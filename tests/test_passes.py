@@ -20,12 +20,13 @@ from torch.fx import GraphModule
 from ckv_compile.cache import CacheShape, CacheState
 from ckv_compile.capture import capture, reexport
 from ckv_compile.config import CKVConfig
-from ckv_compile.errors import PassError
+from ckv_compile.errors import ConfigError, PassError
 from ckv_compile.graph import attention_arguments, table_limits
 from ckv_compile.ops import attention, cached_attention, compact_, window_attention
 from ckv_compile.pipeline import run_passes
 
-SCHEDULE = CKVConfig(budget=64, interval=8, n_recent=8).schedule
+KINDS = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+PLANS = CKVConfig(budget=64, interval=8, n_recent=8).plans(layers=2)
 aten = torch.ops.aten
 
 
@@ -401,7 +402,7 @@ def rewritten_graph() -> tuple[GraphModule, CacheShape]:
     graph = capture(tiny_model())
     canonicalize_attention(graph, layers=3)
     shape = cache_shape(graph)
-    insert_cached_attention(graph, SCHEDULE)
+    insert_cached_attention(graph, PLANS)
     graph.recompile()
     return graph, shape
 
@@ -410,7 +411,7 @@ def test_cached_attention_takes_the_state_and_its_layer_index():
     graph, _ = rewritten_graph()
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     assert names == ["input_ids", *CacheState._fields]
-    assert [node.args[9] for node in graph.graph.nodes if node.target is cached_attention] == [0, 1, 2]
+    assert [node.args[11] for node in graph.graph.nodes if node.target is cached_attention] == [0, 1, 2]
     assert count(graph, attention) == 0
 
 
@@ -426,21 +427,21 @@ def test_positions_come_from_the_state(prompt):
     torch.testing.assert_close(graph(ids, *moved)[0], model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_layers_of_different_shapes_are_refused():
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (2, 2)], ids=["KV heads", "query heads"])
+def test_layers_of_different_shapes_are_refused(heads, kv_heads):
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = OneLayer(4, 2, is_causal=True, enable_gqa=True), OneLayer(4, 1, is_causal=True)
-            self.two.call["enable_gqa"] = True
+            self.one = OneLayer(4, 2, is_causal=True, enable_gqa=True)
+            self.two = OneLayer(heads, kv_heads, is_causal=True, enable_gqa=True)
 
         def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
             return self.one(input_ids, position_ids) + self.two(input_ids, position_ids)
 
     graph = trace(Two())
     canonicalize_attention(graph, layers=2)
-    with pytest.raises(
-        PassError, match=r"module two: expected 2 KV heads of size 8 and a window of 0, .* found 1, 8 and 0"
-    ):
+    expected = "module two: expected 4 query and 2 KV heads of size 8 and a window of 0"
+    with pytest.raises(PassError, match=rf"{expected}, .* found {heads}, {kv_heads}, \d+ and 0"):
         cache_shape(graph)
 
 
@@ -448,9 +449,9 @@ def test_layers_with_and_without_a_window_are_two_groups_of_the_cache():
     graph = capture(tiny_model("gemma3", head_dim=16, sliding_window=20))
     canonicalize_attention(graph, layers=3)
     shape = cache_shape(graph)
-    assert shape[:3] == (1, 3, 16)
-    assert shape[5:] == (20, 2, 3, 16)
-    insert_cached_attention(graph, SCHEDULE)
+    assert shape[:4] == (1, 3, 2, 16)
+    assert shape[6:] == (20, 2, 3, 16, 0)
+    insert_cached_attention(graph, PLANS)
     targets = [node.target for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
     assert targets == [window_attention, cached_attention, window_attention]
     assert [node.args[7] for node in graph.graph.nodes if node.target is window_attention] == [0, 1]
@@ -467,7 +468,7 @@ def test_two_sizes_of_windows_are_refused():
 
     graph = trace(Two())
     canonicalize_attention(graph)
-    with pytest.raises(PassError, match=r"module two: expected .* a window of 40, .* found 2, 8 and 50"):
+    with pytest.raises(PassError, match=r"module two: expected .* a window of 40, .* found 4, 2, 8 and 50"):
         cache_shape(graph)
 
 
@@ -521,23 +522,49 @@ def test_slice_logits_refuses_an_output_that_is_no_linear_head():
 def test_attention_that_is_not_canonical_gets_no_cache():
     graph = capture(tiny_model())
     with pytest.raises(PassError, match="expected the canonical form of canonicalize_attention"):
-        insert_cached_attention(graph, SCHEDULE)
+        insert_cached_attention(graph, PLANS)
     with pytest.raises(PassError, match="ckv::attention nodes, found none"):
-        insert_cached_attention(trace(Handwritten()), SCHEDULE)
+        insert_cached_attention(trace(Handwritten()), PLANS)
+
+
+def test_light_layers_are_a_group_of_their_own():
+    graph = capture(tiny_model("gemma3", head_dim=16, sliding_window=20, num_hidden_layers=4, layer_types=KINDS))
+    canonicalize_attention(graph, layers=4)
+    shape, plans = cache_shape(graph, (2,)), CKVConfig(budget=400, light_layers=(2,), light_share=0.3).plans(3)
+    assert (shape.layers, shape.light_layers, shape.window_layers) == (2, 1, 1)
+    insert_cached_attention(graph, plans, (2,))
+    calls = [node for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
+    assert [node.args[3].name for node in calls] == ["keys", "window_keys", "light_keys", "keys"]
+    assert [node.kwargs.get("budget") for node in calls] == [540, None, 120, 540]
+    assert [node.args[11 if node.target is cached_attention else 7] for node in calls] == [0, 0, 0, 1]
+    assert insert_compaction(graph, plans) == 2
+    light, main = (node for node in graph.graph.nodes if node.target is compact_)
+    assert [node.args[0].name for node in (light, main)] == ["light_keys", "keys"]
+    assert (light.args[7], main.args[7].name) == (None, "position")  # counted once
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"), [(4, r"4 is no layer of this model, whose layers are 0 to 3"), (1, "has a sliding window")]
+)
+def test_layers_that_cannot_be_light_are_refused(layer, message):
+    graph = capture(tiny_model("gemma3", head_dim=16, sliding_window=20, num_hidden_layers=4, layer_types=KINDS))
+    canonicalize_attention(graph, layers=4)
+    with pytest.raises(ConfigError, match=message):
+        cache_shape(graph, (layer,))
 
 
 def test_compaction_without_a_cache_is_refused():
     with pytest.raises(PassError, match=r"attention nodes with a cache before it, found none"):
-        insert_compaction(capture(tiny_model()), SCHEDULE)
+        insert_compaction(capture(tiny_model()), PLANS)
 
 
 def test_compaction_closes_the_step():
     graph, _ = rewritten_graph()
-    assert insert_compaction(graph, SCHEDULE) == 1
+    assert insert_compaction(graph, PLANS) == 1
     *_, last, output = graph.graph.nodes
     assert last.target is compact_
     assert output.op == "output"
-    assert [node.name for node in last.args[:7]] == list(CacheState._fields[:7])
+    assert [node.name for node in last.args[:8]] == list(CacheState._fields[:8])
 
 
 # ---------------------------------------------------------------------------------------------------- reduce_linear
@@ -592,7 +619,7 @@ def test_each_pass_logs_one_line_and_dumps_its_graph(tmp_path: Path, monkeypatch
 def test_the_decode_graph_is_static_and_holds_one_op_a_layer():
     graph, shape = rewritten_graph()
     slice_logits(graph)
-    insert_compaction(graph, SCHEDULE)
+    insert_compaction(graph, PLANS)
     graph.recompile()
     decode = reexport(graph, torch.zeros(2, 1, dtype=torch.int64), CacheState.allocate(shape, 72, 2))
     assert count(decode, cached_attention) == 3

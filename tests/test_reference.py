@@ -1,5 +1,6 @@
 """The oracle's own truth: numbers worked out by hand, laws that hold for any row, and the paper's claims."""
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -11,8 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from ckv_compile import clustering
-from ckv_compile.reference import Row, attend_row, compress_row, match_row, merge_row
+from ckv_compile import clustering, reference
+from ckv_compile.reference import (
+    LAST,
+    Queries,
+    Row,
+    attend_row,
+    attended_row,
+    attended_slots,
+    compress_row,
+    exact_slots,
+    match_row,
+    merge_row,
+    observe,
+)
 from ckv_compile.schedule import Schedule
 
 
@@ -220,6 +233,45 @@ def test_causal_tail_sees_all_of_the_cache_before_it() -> None:
     for i in range(5):
         seen = Row(*(part[: 8 + i] for part in row))
         torch.testing.assert_close(out[i], attend_row(q[i : i + 1], seen, 0.3)[0], rtol=0, atol=1e-14)
+
+
+def test_what_the_last_queries_attend_to_by_hand() -> None:
+    # Seven queries of zeros attend to slots of degrees 1, 2, 1, 4 with 1/8, 2/8, 1/8, 4/8. That of the last token is
+    # log 3 after scaling: weights 1 * 3, 2 * 1, 1 * 9, 4 * 1 of 18.
+    keys = torch.tensor([[1.0], [0.0], [2.0], [0.0]], dtype=torch.float64)
+    row = Row(keys, keys, torch.tensor([1.0, 2.0, 1.0, 4.0]))
+    q = torch.tensor(3.0, dtype=torch.float64).log().view(1, 1, 1)
+    queries = observe(Queries.none(q), q / 0.5, 0.5, position=3 * LAST + 5)
+    assert queries.last.flatten().nonzero().tolist() == [[5]]
+    found = attended_row(row, queries, plan(n_sink=1, n_recent=1))
+    expected = torch.tensor([7 * 2 / 8 + 2 / 18, 7 * 1 / 8 + 9 / 18], dtype=torch.float64).log()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+def test_exact_slots_in_two_parts_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of five slots by both scores, the others by what they are worth; of equal ones the first."""
+    assert [attended_slots(n) for n in (0, 1, 2, 5, 10)] == [0, 0, 1, 3, 6]
+    row = random_row(11, 2, seed=0)
+    #                 sink 0, candidates 1, 2, 3, 4, 5, 6, 7, 8, 9, recent 10
+    worth = torch.tensor([5.0, 0.0, 9.0, 9.0, 5.0, -9.0, 0.0, 9.0, 5.0]).double()
+    attention = torch.tensor([0.0, 0.0, -9.0, -9.0, 0.0, 90.0, 0.0, -9.0, 0.0]).double()  # standard: 6 far above all
+    monkeypatch.setattr(reference, "worth_row", lambda *_: worth)
+    monkeypatch.setattr(reference, "attended_row", lambda *_: attention)
+    monkeypatch.setattr(reference, "standard", lambda scores: scores)
+    schedule = dataclasses.replace(plan(n_sink=1, n_recent=1), n_exact=5)
+    queries = Queries.none(torch.zeros(1, 1, 2, dtype=torch.float64))
+    # With attention 6 (81) comes first, then 1 and 5 (both 5, as 9 has); of the others 3 and 4 (both 9, as 8 has).
+    assert exact_slots(row, queries, schedule) == [1, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("turns", [[20], [1] * 20, [3, 9, 8]], ids=str)
+def test_the_last_queries_are_those_of_the_last_tokens_however_they_come(turns: list[int]) -> None:
+    q = torch.randn(3, 20, 4, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    queries, position = Queries.none(q), 0
+    for part in q.split(turns, dim=1):
+        queries, position = observe(queries, part, 0.3, position), position + part.shape[1]
+    for token in range(12, 20):
+        assert torch.equal(queries.last[token % LAST], (q[:, token].float() * 0.3).to(torch.bfloat16))
 
 
 def convex_decreasing(length: int, seed: int) -> list[float]:

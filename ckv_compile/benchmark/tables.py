@@ -200,7 +200,7 @@ def _step_alone(model: CKVForCausalLM, prompt: Tensor, memory: Memory) -> tuple[
         memory.sample()  # which also drives the cache out of the processor's own
         start = time.perf_counter()
         for layer in range(shape.layers):
-            cached_attention(q, k, k, *cache.state[:6], layer, 1.0, None, 0.0, **plan)
+            cached_attention(q, k, k, *cache.state[:8], layer, 1.0, None, 0.0, **plan)
         attentions.append(time.perf_counter() - start)
     return statistics.median(steps), statistics.median(attentions)
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckv_compile.config import CKVConfig
+from ckv_compile.config import CKVConfig, layer_numbers
 from ckv_compile.errors import ConfigError
 from ckv_compile.evaluation.ablations import VARIANTS
 from ckv_compile.evaluation.methods import FULL, METHODS, OURS, Method
@@ -13,8 +13,8 @@ from ckv_compile.schedule import Schedule
 
 KNOWN: dict[str, Method] = METHODS | VARIANTS
 """Every method by its name, the variants of chunked soft matching among them."""
-_PROTECTION = ("n_sink", "n_recent")
-OPTIONS = ("n_sink", "n_recent", "exact", "chunk_size", "r_init", "r_decay", "r_min", "max_context")
+_SHARED = ("n_sink", "n_recent", "light_layers", "light_share")
+OPTIONS = (*_SHARED, "exact", "chunk_size", "r_init", "r_decay", "r_min", "max_context")
 """Fields of `CKVConfig` that a whole run may have; the others say how the product reads, and not what it keeps."""
 
 
@@ -32,19 +32,26 @@ class Compression(NamedTuple):
     candidate: Candidate
     config: CKVConfig  # resolved
 
-    def plan(self, tokens: int) -> Schedule:
-        """How a prompt of so many tokens is compressed; a budget of all of them leaves it as it is."""
-        schedule = self.config.schedule
-        kept = tokens if self.candidate.method == FULL else schedule.settle(tokens, self.config.capacity)
-        return dataclasses.replace(schedule, budget=kept)
+    def plans(self, tokens: int, layers: int) -> tuple[Schedule, Schedule]:
+        """How a prompt of so many tokens is compressed in a model of so many clustered layers, and in light ones.
+
+        A budget of all tokens leaves them as they are.
+        """
+        main, light = (
+            dataclasses.replace(schedule, budget=schedule.settle(tokens, capacity))
+            for schedule, capacity in self.config.plans(layers)
+        )
+        if self.candidate.method == FULL:
+            main = light = dataclasses.replace(main, budget=tokens)
+        return main, light
 
 
 def candidate(label: str) -> Candidate:
     """Read `METHOD` or `METHOD:FIELD=VALUE,...`.
 
-    Fields are those of `CKVConfig` that say how a cache is compacted. Methods that are not of the product protect
-    `n_sink` and `n_recent` tokens, and have no others. An `interval` makes the product compact again while a text is
-    predicted; without one only the prompt is compressed.
+    Fields are those of `CKVConfig` that say how a cache is compacted; light layers are written as 0-4+10. Methods that
+    are not of the product protect `n_sink` and `n_recent` tokens, may have light layers, and have no other options. An
+    `interval` makes the product compact again while a text is predicted; without one only the prompt is compressed.
 
     Raises:
         ConfigError: for a method or a field that there is not.
@@ -53,11 +60,14 @@ def candidate(label: str) -> Candidate:
     if method not in KNOWN:
         raise ConfigError(f"method {method!r}: choose among {', '.join(KNOWN)}")
     allowed = _fields(method)
-    options = {}
+    options: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         name, _, value = part.partition("=")
         if name not in allowed:
             raise ConfigError(f"{label!r}: {method} has no option {name!r}; it has {', '.join(allowed) or 'none'}")
+        if name == "light_layers":
+            options[name] = layer_numbers(value)
+            continue
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -87,4 +97,4 @@ def _fields(method: str) -> Sequence[str]:
         return ()
     if method == OURS or method in VARIANTS:
         return [*OPTIONS[:-1], *(["interval"] if method == OURS else [])]
-    return _PROTECTION
+    return _SHARED

@@ -31,6 +31,7 @@ from ckv_compile.evaluation.outcomes import Budget, Outcome, TextOutcome
 from ckv_compile.evaluation.tasks import Prompt, Sample
 from ckv_compile.model import rewrite_model
 from ckv_compile.ops import cached_attention, window_attention
+from ckv_compile.pipeline import Rewritten
 from ckv_compile.plan import slots_of
 
 Protocol = Literal["inside", "after"]
@@ -66,7 +67,9 @@ class Reader:
         own = {name: value for name, value in options.items() if name == "max_context"}
         rewritten, _ = rewrite_model(model, CKVConfig(budget=_SLOTS, interval=1, **own), {})
         self.graph, self.shape = rewritten.graph, rewritten.shape
-        self._clustered: dict[CKVConfig, GraphModule] = {}  # whose steps compact
+        attentions = [node for node in self.graph.graph.nodes if node.target in (cached_attention, window_attention)]
+        self.clustered_layers = [i for i, node in enumerate(attentions) if node.target is cached_attention]
+        self._clustered: dict[CKVConfig, Rewritten] = {}  # whose steps compact
         embeddings = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
         self._rotary = embeddings[0] if len(embeddings) == 1 and not self.shape.window_layers else None
 
@@ -89,10 +92,11 @@ class Reader:
         Returns:
             Logits of the last token [1, 1, vocab]; and the rows, in batches of at most `_ROWS`, in their order.
         """
-        plans = [how.plan(length) for length, how in wanted]
+        plans = [how.plans(length, self.shape.layers) for length, how in wanted]
         batches = []
         for start in range(0, len(wanted), _ROWS):
-            kept = [plan.budget for plan in plans[start : start + _ROWS]]
+            # Layers that keep fewer leave slots empty, which count for nothing.
+            kept = [max(plan.budget for plan in both) for both in plans[start : start + _ROWS]]
             state = CacheState.allocate(self.shape, max(kept) + room + 1, len(kept))
             state.fill.copy_(torch.tensor(kept))
             state.position.copy_(torch.tensor([length for length, _ in wanted[start : start + _ROWS]]))
@@ -117,12 +121,13 @@ class Reader:
                     for i in members:
                         _fill_ring(rows[i], index, layer)
                     continue
-                made = KNOWN[method](layer, [plans[i] for i in members])
-                queries = rows[members[0]].queries[0, index]
-                observe_(queries, layer.q, layer.scale)
+                own = [plans[i][self.clustered_layers[index] in wanted[i][1].config.light_layers] for i in members]
+                made = KNOWN[method](layer, own)
+                queries, last = (part[0, index] for part in rows[members[0]][3:5])
+                observe_(queries, last, layer.q, layer.scale, position=0)
                 for i, slots in zip(members, made, strict=True):
                     count = slots.degree.shape[1]
-                    rows[i].queries[0, index] = queries
+                    rows[i].queries[0, index], rows[i].last_queries[0, index] = queries, last
                     for target, source in zip(rows[i][:3], slots, strict=True):
                         target[0, index, :, :count] = source
 
@@ -185,18 +190,35 @@ class Reader:
         if "interval" not in compression.candidate.options:
             rest = _Watched(self.graph, None).run(before, *row)[0].view(1, before.shape[1], -1)
         else:
-            state = CacheState.allocate(self.shape, compression.config.capacity, 1)
-            for target, source in zip(state, row, strict=True):
-                shared = tuple(map(slice, map(min, target.shape, source.shape)))  # slots behind those are empty
-                target[shared] = source[shared]
-            graph = self._steps_of(compression.config)
-            rest = torch.cat([first[:, :0], *(graph(token, *state)[0] for token in before.split(1, dim=1))], dim=1)
+            steps = self._steps_of(compression.config)
+            state = self._in_groups(row, steps, compression)
+            rest = [steps.graph(token, *state)[0] for token in before.split(1, dim=1)]
+            rest = torch.cat([first[:, :0], *rest], dim=1)
         return torch.cat([first, rest], dim=1)[0].float().log_softmax(dim=-1)
 
-    def _steps_of(self, config: CKVConfig) -> GraphModule:
+    def _steps_of(self, config: CKVConfig) -> Rewritten:
         if config not in self._clustered:
-            self._clustered[config] = rewrite_model(self.original, config, {})[0].graph
+            self._clustered[config] = rewrite_model(self.original, config, {})[0]
         return self._clustered[config]
+
+    def _in_groups(self, row: CacheState, steps: Rewritten, compression: Compression) -> CacheState:
+        """The state that the product has where a row of `prefill`, with all layers in one group, stands."""
+        plans = steps.plans
+        state = CacheState.allocate(steps.shape, plans.main.capacity, 1, plans.light.capacity)
+        is_light = torch.tensor(
+            [number in compression.config.light_layers for number in self.clustered_layers], dtype=torch.bool
+        )
+        for target, layers in ((state.main, ~is_light), (state.light, is_light)):
+            for slots, source in zip(target[:3], row[:3], strict=True):
+                count = min(slots.shape[3], source.shape[3])  # those behind are empty
+                slots[:, :, :, :count] = source[:, layers, :, :count]
+            target[3][:], target[4][:] = row.queries[:, layers], row.last_queries[:, layers]
+        kept = compression.plans(int(row.position), self.shape.layers)
+        for fill, plan in zip((state.fill, state.light_fill), kept, strict=True):
+            fill.fill_(plan.budget)
+        for own, source in zip((state.position, state.window_keys, state.window_values), row[7:10], strict=True):
+            own.copy_(source)
+        return state
 
 
 class _Watched(Interpreter):

@@ -19,7 +19,7 @@ from torch import Tensor
 from ckv_compile.clustering import observe_
 from ckv_compile.errors import UnsupportedModelError
 from ckv_compile.ops import compress
-from ckv_compile.reference import accumulator_dtype
+from ckv_compile.reference import LAST, accumulator_dtype
 from ckv_compile.schedule import Schedule
 
 _BLOCK = 256  # queries whose attention is held at once
@@ -82,8 +82,9 @@ def ours(layer: Layer, plans: Sequence[Schedule]) -> list[Slots]:
     """Exact slots and centroids: what the ops of the product make of the same prompt, bit for bit."""
     kv_heads, _, dim = layer.k.shape
     queries = layer.q.new_zeros(kv_heads, 2, dim, dtype=accumulator_dtype(layer.q.dtype))
-    observe_(queries, layer.q, layer.scale)
-    return [Slots(*compress(*_whole(layer), queries, plan)) for plan in plans]
+    last = layer.q.new_zeros(kv_heads, LAST, len(layer.q) // kv_heads, dim)
+    observe_(queries, last, layer.q, layer.scale, position=0)
+    return [Slots(*compress(*_whole(layer), queries, last, plan)) for plan in plans]
 
 
 def streaming(layer: Layer, plans: Sequence[Schedule]) -> list[Slots]:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, launch, multiprocessors, signature
-from ckv_compile.reference import RECENT
+from ckv_compile.reference import LAST, RECENT
 
 MAX_HEAD_DIM = 256
 """Largest head that the tiles are laid out for."""
@@ -29,19 +29,13 @@ MAX_HEAD_DIM = 256
 MIN_SPLIT = 128
 """Least slots of a split: fewer cost more to combine than they save."""
 
-_KNOWN = {
-    "fill_ptr": "*i64",
-    "active_ptr": "*i1",
-    "rows_ptr": "*i64",
-    "scale": "fp32",
-    "softcap": "fp32",
-    "query_scale": "fp32",
-}
+_KNOWN = {"fill_ptr": "*i64", "position_ptr": "*i64", "active_ptr": "*i1", "rows_ptr": "*i64"}
+_KNOWN |= dict.fromkeys(("scale", "softcap", "query_scale"), "fp32")
 """Types of arguments."""
 
 _LOG2_E = 1.4426950408889634
 LOG2_E = tl.constexpr(_LOG2_E)
-_RECENT = tl.constexpr(RECENT)
+_RECENT, _LAST = tl.constexpr(RECENT), tl.constexpr(LAST)
 
 
 class Blocks(NamedTuple):
@@ -103,8 +97,10 @@ def decode_attention(
     values: Tensor,
     degree: Tensor | None,
     queries: Tensor | None,
+    last_queries: Tensor | None,
     fill: Tensor,
     active: Tensor,
+    position: Tensor | None,
     layer: int,
     scale: float,
     softcap: float = 0.0,
@@ -113,8 +109,9 @@ def decode_attention(
 ) -> Tensor:
     """Appends one token to every active row of one layer, and attends over all slots used so far.
 
-    Nothing waits for the device: `fill` and `active` are read there. The time follows the fill, not the capacity.
-    The result of a row has the same bits whatever its neighbours hold, given the number of splits (see `splits`).
+    Nothing waits for the device: `fill`, `active` and `position` are read there. The time follows the fill, not the
+    capacity. The result of a row has the same bits whatever its neighbours hold, given the number of splits (see
+    `splits`).
 
     Args:
         q: queries [B, H, 1, D]; D is a multiple of 8, at most 256.
@@ -127,9 +124,12 @@ def decode_attention(
             a ring of the last C tokens, and the query sees its own and the C - 1 before it.
         queries: float32 [B, L, Hkv, 2, D], contiguous: the running means of scale * q and of its square, into which
             the queries of a token that is written are taken (see `reference.observe`). None for a ring.
+        last_queries: [B, L, Hkv, LAST, G, D] in the dtype of q, contiguous: scale * q of the last tokens; place
+            `position` % LAST of a token that is written is. None for a ring.
         fill: int64 [B]: used slots of each row, before this token; of a ring, all tokens before it. A row with no free
             slot is not written; a ring always has one.
         active: bool [B]: a row that is not active is left as it is, and its output is zero.
+        position: int64 [B]: tokens of each row before this one. None for a ring.
         layer: the layer to serve.
         scale: factor of the scores.
         softcap: scores become softcap * tanh(score / softcap) before the degree enters; 0 leaves them.
@@ -147,35 +147,44 @@ def decode_attention(
     states, layers, kv_heads, capacity, dim = cache_shape = keys.shape
     batch = states if rows is None else len(rows)
     heads, new_shape = q.shape[1], (batch, kv_heads, 1, dim)
+    last_shape = (states, layers, kv_heads, LAST, heads // kv_heads, dim)
     if not (
         values.shape == cache_shape
         and (degree is None or degree.shape == cache_shape[:4])
         and (queries is None or queries.shape == (states, layers, kv_heads, 2, dim))
+        and (last_queries is None or last_queries.shape == last_shape)
         and q.shape == (batch, heads, 1, dim)
         and k.shape == v.shape == new_shape
         and fill.shape == active.shape == (states,)
+        and (position is None or position.shape == (states,))
         and (rows is None or (rows.shape, rows.dtype) == ((batch,), torch.int64))
         and heads % kv_heads == dim % 8 == 0
         and dim <= MAX_HEAD_DIM
         and 0 <= layer < layers
     ):
-        tensors = (q, k, v, keys, values, degree, queries, fill, active, rows)
+        tensors = (q, k, v, keys, values, degree, queries, last_queries, fill, active, position, rows)
         shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
-        names = "q, k, v, keys, values, degree, queries, fill, active, rows"
+        names = "q, k, v, keys, values, degree, queries, last_queries, fill, active, position, rows"
         raise ValueError(f"cannot serve layer {layer} with {names} of {shapes}")
-    if (degree is None) != (queries is None):
-        raise ValueError("degree and queries must both be given, or for a ring neither")
-    if not (k.dtype == v.dtype == keys.dtype == values.dtype == q.dtype):
-        raise ValueError(f"q, k, v, keys, values must share one dtype, got {q.dtype} q and {keys.dtype} keys")
+    if len({part is None for part in (degree, queries, last_queries, position)}) > 1:
+        raise ValueError("degree, queries, last_queries, position must all be given, or for a ring none")
+    alike = [q, k, v, keys, values, *(() if last_queries is None else (last_queries,))]
+    if len({tensor.dtype for tensor in alike}) > 1:
+        dtypes = ", ".join(str(tensor.dtype) for tensor in alike)
+        raise ValueError(f"q, k, v, keys, values, last_queries must share one dtype, got {dtypes}")
     written = [tensor for tensor in (degree, queries) if tensor is not None]
-    kinds = [tensor.dtype for tensor in (*written, fill, active)]
-    if kinds != [torch.float32] * len(written) + [torch.int64, torch.bool]:
-        raise ValueError(f"degree and queries must be float32, fill int64 and active bool, got {kinds}")
-    if not all(tensor.is_contiguous() for tensor in (keys, values, *written)):
-        raise ValueError("keys, values, degree and queries must be contiguous: the kernel writes to them in place")
+    counters = [tensor for tensor in (fill, position) if tensor is not None]
+    kinds = [tensor.dtype for tensor in (*written, *counters, active)]
+    if kinds != [torch.float32] * len(written) + [torch.int64] * len(counters) + [torch.bool]:
+        raise ValueError(f"degree, queries must be float32, fill, position int64 and active bool, got {kinds}")
+    if not all(tensor.is_contiguous() for tensor in (*alike[3:], *written)):
+        raise ValueError(
+            "keys, values, degree, queries, last_queries must be contiguous: the kernel writes to them in place"
+        )
     _check_scores(q, heads, softcap, sinks)
     parts = splits(batch * kv_heads, capacity, multiprocessors(q.device))
-    return _decode(q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks, parts, rows)
+    state = (keys, values, degree, queries, last_queries, fill, active, position)
+    return _decode(q, k, v, *state, layer, scale, softcap, sinks, parts, rows)
 
 
 def _decode(
@@ -186,8 +195,10 @@ def _decode(
     values: Tensor,
     degree: Tensor | None,
     queries: Tensor | None,
+    last_queries: Tensor | None,
     fill: Tensor,
     active: Tensor,
+    position: Tensor | None,
     layer: int,
     scale: float,
     softcap: float,
@@ -208,8 +219,10 @@ def _decode(
     blocks = decode_blocks(dim, q.element_size())
     launch(_decode_kernel, (batch * kv_heads, parts))(
         q, k, v, keys, values, out if degree is None else degree, out if queries is None else queries,
-        fill.contiguous(), active.contiguous(), fill if rows is None else rows.contiguous(),
-        out if sinks is None else sinks.contiguous(), out, partial, lse,
+        out if last_queries is None else last_queries, fill.contiguous(), active.contiguous(),
+        fill if position is None else position.contiguous(), fill if rows is None else rows.contiguous(),
+        out if sinks is None else sinks.contiguous(),
+        out, partial, lse,
         *_in_base_2(scale, softcap), scale, layer, layers, kv_heads, group, capacity, parts,
         q.stride(0) // dim, q.stride(1) // dim,
         k.stride(0) // dim, k.stride(1) // dim,
@@ -363,14 +376,14 @@ def _take_into_mean(mean_ptr, new, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
-        "degree_ptr", "queries_ptr", "fill_ptr", "active_ptr", "rows_ptr", "sinks_ptr",
+        "degree_ptr", "queries_ptr", "fill_ptr", "active_ptr", "position_ptr", "rows_ptr", "sinks_ptr",
         "layer", "layers", "kv_heads", "group", "capacity", "splits",
         "q_row", "q_head", "k_row", "k_head", "v_row", "v_head",
     ]
 )  # fmt: skip
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, degree_ptr, queries_ptr, fill_ptr, active_ptr, rows_ptr, sinks_ptr,
-    out_ptr, partial_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, degree_ptr, queries_ptr, last_queries_ptr,
+    fill_ptr, active_ptr, position_ptr, rows_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
     scale, softcap, query_scale, layer, layers, kv_heads, group, capacity, splits,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -381,7 +394,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     Split 0 appends the new token and begins its softmax with it and the sink from registers, so nothing that this
     launch writes is read in it: the slot of the new token is not loaded. Among clusters it lies behind all that are; in
     a full ring it lies between them, and the token that it holds has left the window. The means of the queries are
-    read and written by split 0 alone.
+    read and written by split 0 alone, and so are the last queries.
     """
     head, split = tl.program_id(0), tl.program_id(1)
     b, kv_head = (head // kv_heads).to(tl.int64), head % kv_heads
@@ -417,6 +430,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             scaled = q.to(tl.float32) * query_scale  # 0 in the rows of the tile behind the group
             _take_into_mean(queries_ptr + row * 2 * HEAD_DIM + d, tl.sum(scaled, axis=0) / group, in_d)
             _take_into_mean(queries_ptr + (row * 2 + 1) * HEAD_DIM + d, tl.sum(scaled * scaled, axis=0) / group, in_d)
+            newest = (row * _LAST + tl.load(position_ptr + b) % _LAST) * group + g
+            scaled = scaled.to(last_queries_ptr.dtype.element_ty)
+            tl.store(last_queries_ptr + newest[:, None] * HEAD_DIM + d[None, :], scaled, mask=in_gd)
 
     peak = _score(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1), scale, softcap, SOFTCAP)
     total = tl.full([BLOCK_G], 1.0, tl.float32)

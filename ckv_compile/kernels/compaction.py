@@ -1,7 +1,8 @@
 """The Triton kernels of clustering: one round on many rows, out of place (prefill) or in place (decode).
 
-In decode, where a row has exact slots, *exchange* comes first: it lets the slots that are worth most take the places of
-those exact ones that no longer are. A round itself is three launches. *match* finds for every slot of set A its partner
+In decode, where a row has exact slots, two launches come first: *attend* says how much the last queries attend to every
+slot, and *exchange* lets the slots that are chosen now take the places of those exact ones that no longer are. A round
+itself is three launches. *match* finds for every slot of set A its partner
 in set B of the same chunk, *select* finds the m most similar pairs of a row and where every slot goes, *move* folds the
 chosen A slots into their partners and closes the gaps. Nothing is sorted, nothing waits for the device, and every sum
 has a fixed order: a row's bits depend on the row alone.
@@ -19,21 +20,34 @@ from torch import Tensor
 
 from ckv_compile.errors import ConfigError
 from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, launch, multiprocessors, signature
-from ckv_compile.reference import LEAST_DEVIATION, NEAR, QUERY_WEIGHT, VALUE_WEIGHT
+from ckv_compile.reference import (
+    ATTENTION_WEIGHT,
+    LAST,
+    LEAST_ATTENTION,
+    LEAST_DEVIATION,
+    NEAR,
+    QUERY_WEIGHT,
+    VALUE_WEIGHT,
+    attended_slots,
+)
 from ckv_compile.schedule import Schedule
 
 MAX_CHUNK = 256
 """Largest chunk: its pairwise similarities have to fit in the registers of one program."""
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)  # least norm, as in clustering.match
-_NEAR, _VALUE_WEIGHT, _QUERY_WEIGHT, _LEAST_DEVIATION = (
+_NEAR, _VALUE_WEIGHT, _QUERY_WEIGHT, _ATTENTION_WEIGHT, _LEAST_DEVIATION, _LEAST_ATTENTION = (
     tl.constexpr(NEAR),
     tl.constexpr(VALUE_WEIGHT),
     tl.constexpr(QUERY_WEIGHT),
+    tl.constexpr(ATTENTION_WEIGHT),
     tl.constexpr(LEAST_DEVIATION),
+    tl.constexpr(LEAST_ATTENTION),
 )
-_NEVER = tl.constexpr(-(2**31))  # below the rank of every number
+_LAST, _LOG2_E = tl.constexpr(LAST), tl.constexpr(1.4426950408889634)
+_NEVER, _ALWAYS = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # below and above the rank of every number
 _END = tl.constexpr(2**30)  # above the key of every member
+_QUERIES = 32  # of a tile of the attend kernel: those of four heads
 _SCORES = 512  # that the exchange kernel reads at once: more, each with its neighbours, spill
 _ROWS_AT_ONCE = 8  # of many: their scratch is what takes memory, and hardly a row of them is due at a time
 _PROGRAMS = 4  # per multiprocessor: what it holds at once of these kernels
@@ -65,10 +79,17 @@ def move_blocks(head_dim: int, itemsize: int, chunk_size: int) -> Blocks:
     return Blocks(pairs, 32 if itemsize == 2 or head_dim % 32 == 0 else 16, 8 if pairs == 128 else 4, num_stages=1)
 
 
-def exchange_blocks(head_dim: int, itemsize: int) -> Blocks:
-    """Return the tiles of the exchange kernel: 8 KB of keys and as many of values, with a float32 sum of each."""
+def exchange_blocks(head_dim: int) -> Blocks:
+    """Return the tiles of the exchange kernel, whose float32 sums of keys and of values take 8 KB each."""
     d = triton.next_power_of_2(head_dim)
-    return Blocks(min(128, 8192 // (d * itemsize)), d, num_warps=8, num_stages=1)
+    return Blocks(min(128, 2048 // d), d, num_warps=8, num_stages=1)
+
+
+def attend_blocks(itemsize: int) -> Blocks:
+    """Return the tiles of the attend kernel, which walks the columns of a head `d` at a time, as *match* does."""
+    if itemsize == 4:
+        return Blocks(64, 16, num_warps=8, num_stages=2)
+    return Blocks(32, 32, num_warps=4, num_stages=3)
 
 
 def check(dtype: torch.dtype, head_dim: int, schedule: Schedule) -> None:
@@ -96,6 +117,7 @@ def compact(
     values: Tensor,
     degree: Tensor,
     queries: Tensor,
+    last_queries: Tensor,
     fill: Tensor,
     position: Tensor,
     active: Tensor,
@@ -106,7 +128,7 @@ def compact(
 
     An active row counts one token more. If that leaves it no free slot, every KV head of it chooses its exact slots
     anew and runs one clustering round that brings it to the budget. Whether that is so is decided on the device; a step
-    in which no row is due costs three launches that return at once, or four where there are exact slots. Scratch is a
+    in which no row is due costs three launches that return at once, or five where there are exact slots. Scratch is a
     few numbers per slot, never a copy of keys or values.
 
     Args:
@@ -115,6 +137,7 @@ def compact(
         degree: [B, L, Hkv, C] float32, contiguous.
         queries: [B, L, Hkv, 2, D] float32, contiguous: the running means of the scaled queries and of their squares,
             read where there are exact slots.
+        last_queries: [B, L, Hkv, LAST, G, D] in the dtype of the keys, contiguous: the last scaled queries, likewise.
         fill: [B] int64, contiguous: used slots.
         position: [B] int64, contiguous: tokens seen.
         active: [B] bool, contiguous; the slots and counters of the other rows stay as they are.
@@ -127,7 +150,7 @@ def compact(
     """
     if rows is not None and len(rows) > _ROWS_AT_ONCE:
         for part in rows.split(_ROWS_AT_ONCE):
-            compact(keys, values, degree, queries, fill, position, active, schedule, part)
+            compact(keys, values, degree, queries, last_queries, fill, position, active, schedule, part)
         return
     batch, layers, heads, capacity, dim = keys.shape
     batch = batch if rows is None else len(rows)
@@ -141,7 +164,7 @@ def compact(
     due = torch.empty(batch, dtype=torch.int32, device=keys.device)
     old_degree = degree.new_empty(batch, *degree.shape[1:])
     if schedule.n_exact:
-        exchange(keys, values, degree, queries, fill, active, schedule, rows)
+        exchange(keys, values, degree, queries, last_queries, fill, active, schedule, rows)
     _match(keys, scratch, (fill, active, due), batch, heads_of_row, size, rows)
     _select(scratch, (degree, old_degree, fill, position, active, due), batch, heads_of_row, size, rows)
     _move((keys, values, old_degree), (keys, values, degree), scratch, due, batch, heads_of_row, size, rows)
@@ -152,6 +175,7 @@ def exchange(
     values: Tensor,
     degree: Tensor,
     queries: Tensor,
+    last_queries: Tensor,
     fill: Tensor,
     active: Tensor,
     schedule: Schedule,
@@ -163,11 +187,11 @@ def exchange(
     slots are chosen whatever the numbers: a score that is not a number counts as the least.
 
     Args:
-        keys, values, degree, queries, fill, active, rows: as for `compact`.
+        keys, values, degree, queries, last_queries, fill, active, rows: as for `compact`.
         schedule: what is protected, and how many slots are exact: at least one.
 
     Raises:
-        ValueError: for `queries` of another shape, dtype or layout.
+        ValueError: for `queries` or `last_queries` of another shape, dtype or layout.
     """
     batch, layers, heads, slots, dim = keys.shape
     if queries.shape != (batch, layers, heads, 2, dim) or queries.dtype != torch.float32 or not queries.is_contiguous():
@@ -175,14 +199,28 @@ def exchange(
             f"queries must be contiguous float32 of {(batch, layers, heads, 2, dim)}, "
             f"got {queries.dtype} of {tuple(queries.shape)}"
         )
-    batch = batch if rows is None else len(rows)
+    states, batch = batch, batch if rows is None else len(rows)
+    group, expected = last_queries.shape[-2], (states, layers, heads, LAST, last_queries.shape[-2], dim)
+    if last_queries.shape != expected or last_queries.dtype != keys.dtype or not last_queries.is_contiguous():
+        raise ValueError(
+            f"last_queries must be contiguous {keys.dtype} of {(states, layers, heads, LAST, 'G', dim)}, "
+            f"got {last_queries.dtype} of {tuple(last_queries.shape)}"
+        )
     heads_of_row, middle = layers * heads, slots - schedule.n_sink - schedule.n_recent
-    scores = torch.empty(batch * heads_of_row, 3, middle, dtype=torch.float32, device=keys.device)
+    scores = torch.empty(batch * heads_of_row, 4, middle, dtype=torch.float32, device=keys.device)
+    lse = torch.empty(batch * heads_of_row, LAST * group, dtype=torch.float32, device=keys.device)
     rank, plan = torch.empty(2, batch * heads_of_row, middle, dtype=torch.int32, device=keys.device)
-    blocks = exchange_blocks(dim, keys.element_size())
+    blocks = attend_blocks(keys.element_size())
+    launch(_attend_kernel, _grid(heads_of_row, True, keys.device))(
+        keys, degree, last_queries, lse, scores, fill, active, fill if rows is None else rows,
+        batch, heads_of_row, slots, schedule.n_sink, middle, LAST * group,
+        HEAD_DIM=dim, BLOCK_Q=_QUERIES, BLOCK_N=blocks.pairs, BLOCK_D=blocks.d, ROWS=rows is not None,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
+    blocks = exchange_blocks(dim)
     launch(_exchange_kernel, _grid(heads_of_row, True, keys.device))(
         keys, values, degree, queries, scores, rank, plan, fill, active, fill if rows is None else rows,
-        batch, heads_of_row, slots, schedule.n_sink, schedule.n_exact, middle,
+        batch, heads_of_row, slots, schedule.n_sink, schedule.n_exact, attended_slots(schedule.n_exact), middle,
         HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_N=blocks.pairs, BLOCK=_SCORES, ROWS=rows is not None,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
@@ -374,13 +412,85 @@ def _rank(score):  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
+        "degree_ptr", "lse_ptr", "scores_ptr", "fill_ptr", "active_ptr", "rows_ptr",
+        "batch", "rows", "slots", "n_sink", "middle", "last",
+    ]
+)  # fmt: skip
+def _attend_kernel(  # type: ignore[no-untyped-def]
+    keys_ptr, degree_ptr, queries_ptr, lse_ptr, scores_ptr, fill_ptr, active_ptr, rows_ptr,
+    batch, rows, slots, n_sink, middle, last,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Score the `middle` slots behind the sinks of the rows that are due by how much the `last` last queries attend to
+    them (see `reference.attended_row`), a row a program: the fourth score of a slot.
+
+    First comes the softmax of every query over all slots, whose logarithmic sum in base 2 goes through scratch, so that
+    all warps must have stored before one of them loads; then what all queries together give to a slot.
+    """
+    i, j = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_N)
+    for b in range(batch):
+        state = _state(rows_ptr, b, ROWS)
+        if _is_due(fill_ptr, active_ptr, state, slots):
+            for item in range(tl.program_id(0), rows, tl.num_programs(0)):
+                row, of_batch = (state * rows + item).to(tl.int64), (b * rows + item).to(tl.int64)
+                keys_row, degree_row = keys_ptr + row * slots * HEAD_DIM, degree_ptr + row * slots
+                queries_row, lse_row = queries_ptr + row * last * HEAD_DIM, lse_ptr + of_batch * last
+                for query in range(0, last, BLOCK_Q):
+                    peak, total = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
+                    for start in range(0, slots, BLOCK_N):
+                        scores = _query_scores(
+                            keys_row, degree_row, queries_row, query + i, last, start + j, slots,
+                            HEAD_DIM, BLOCK_Q, BLOCK_N, BLOCK_D,
+                        )  # fmt: skip
+                        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+                        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), axis=1)
+                        peak = new_peak
+                    tl.store(lse_row + query + i, peak + tl.log2(total), mask=query + i < last)
+                tl.debug_barrier()
+                for start in range(0, middle, BLOCK_N):
+                    attention = tl.zeros([BLOCK_N], tl.float32)
+                    for query in range(0, last, BLOCK_Q):
+                        scores = _query_scores(
+                            keys_row, degree_row, queries_row, query + i, last, n_sink + start + j, slots,
+                            HEAD_DIM, BLOCK_Q, BLOCK_N, BLOCK_D,
+                        )  # fmt: skip
+                        # What is no query gives no weight.
+                        lse = tl.load(lse_row + query + i, mask=query + i < last, other=float("inf"))
+                        attention += tl.sum(tl.exp2(scores - lse[:, None]), axis=0)
+                    attention = tl.log(tl.maximum(attention, _LEAST_ATTENTION))
+                    tl.store(scores_ptr + (of_batch * 4 + 3) * middle + start + j, attention, mask=start + j < middle)
+
+
+@triton.jit
+def _query_scores(  # type: ignore[no-untyped-def]
+    keys_ptr, degree_ptr, queries_ptr, query, last, slot, slots,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Scores in base 2 of some queries, which are scaled already, and some slots; -inf for what is no slot."""
+    d = tl.arange(0, BLOCK_D)
+    product = tl.zeros([BLOCK_Q, BLOCK_N], tl.float32)
+    for start in range(0, HEAD_DIM, BLOCK_D):
+        in_q, in_n = (query < last)[:, None], (slot < slots)[:, None]
+        if HEAD_DIM % BLOCK_D:
+            in_q, in_n = in_q & (start + d < HEAD_DIM)[None, :], in_n & (start + d < HEAD_DIM)[None, :]
+        q = tl.load(queries_ptr + query[:, None] * HEAD_DIM + (start + d)[None, :], mask=in_q, other=0.0)
+        k = tl.load(keys_ptr + slot[:, None] * HEAD_DIM + (start + d)[None, :], mask=in_n, other=0.0)
+        if INTERPRETED:
+            q, k = q.to(tl.float32), k.to(tl.float32)
+        product = tl.dot(q, tl.trans(k), product, input_precision="ieee")
+    degree = tl.load(degree_ptr + slot, mask=slot < slots, other=0.0)
+    return product * _LOG2_E + tl.log2(degree)[None, :]
+
+
+@triton.jit(
+    do_not_specialize=[
         "degree_ptr", "queries_ptr", "scores_ptr", "rank_ptr", "plan_ptr", "fill_ptr", "active_ptr", "rows_ptr",
-        "batch", "rows", "slots", "n_sink", "n_exact", "middle",
+        "batch", "rows", "slots", "n_sink", "n_exact", "n_attended", "middle",
     ]
 )  # fmt: skip
 def _exchange_kernel(  # type: ignore[no-untyped-def]
     keys_ptr, values_ptr, degree_ptr, queries_ptr, scores_ptr, rank_ptr, plan_ptr, fill_ptr, active_ptr, rows_ptr,
-    batch, rows, slots, n_sink, n_exact, middle,
+    batch, rows, slots, n_sink, n_exact, n_attended, middle,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Choose the exact slots of the rows that are due anew, a row a program.
@@ -396,10 +506,15 @@ def _exchange_kernel(  # type: ignore[no-untyped-def]
                 first = row * slots + n_sink
                 keys_row, values_row = keys_ptr + first * HEAD_DIM, values_ptr + first * HEAD_DIM
                 rank_row, plan_row = rank_ptr + of_batch * middle, plan_ptr + of_batch * middle
+                scores_row = scores_ptr + of_batch * 4 * middle
                 _rank_worth(
                     keys_row, values_row, degree_ptr + first, queries_ptr + row * 2 * HEAD_DIM,
-                    scores_ptr + of_batch * 3 * middle, rank_row, middle, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK,
+                    scores_row, rank_row, middle, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK,
                 )  # fmt: skip
+                tl.debug_barrier()
+                _select_row(rank_row, plan_row, middle, n_attended, BLOCK)
+                tl.debug_barrier()
+                _rank_others(scores_row + 2 * middle, plan_row, rank_row, middle, BLOCK)
                 tl.debug_barrier()
                 _select_row(rank_row, plan_row, middle, n_exact, BLOCK)
                 tl.debug_barrier()
@@ -415,7 +530,10 @@ def _rank_worth(  # type: ignore[no-untyped-def]
     keys_ptr, values_ptr, degree_ptr, queries_ptr, scores_ptr, rank_ptr, n,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rank n slots by what they are worth (see `reference.worth_row`). `scores` has three numbers a slot."""
+    """Rank n slots by what they are worth (see `reference.worth_row`) and how much queries attend to them.
+
+    `scores` has four numbers a slot: the last is what *attend* found, and the third becomes what the slot is worth.
+    """
     i, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_d = d < HEAD_DIM
     mean = tl.load(queries_ptr + d, mask=in_d, other=0.0)
@@ -442,6 +560,7 @@ def _rank_worth(  # type: ignore[no-untyped-def]
     mean_k, deviation_k = _moments(scores_ptr, n, BLOCK)
     mean_v, deviation_v = _moments(scores_ptr + n, n, BLOCK)
     mean_e, deviation_e = _moments(scores_ptr + 2 * n, n, BLOCK)
+    mean_a, deviation_a = _moments(scores_ptr + 3 * n, n, BLOCK)
     j = tl.arange(0, BLOCK)
     for start in range(0, n, BLOCK):
         around, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -455,7 +574,19 @@ def _rank_worth(  # type: ignore[no-untyped-def]
         in_n = start + j < n
         expected = (tl.load(scores_ptr + 2 * n + start + j, mask=in_n, other=0.0) - mean_e) / deviation_e
         worth = around / tl.where(in_n, count, 1.0) + _QUERY_WEIGHT * expected
-        tl.store(rank_ptr + start + j, _rank(worth), mask=in_n)
+        attended = (tl.load(scores_ptr + 3 * n + start + j, mask=in_n, other=0.0) - mean_a) / deviation_a
+        tl.store(scores_ptr + 2 * n + start + j, worth, mask=in_n)
+        tl.store(rank_ptr + start + j, _rank(worth + _ATTENTION_WEIGHT * attended), mask=in_n)
+
+
+@triton.jit
+def _rank_others(worth_ptr, plan_ptr, rank_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rank n slots by what they are worth, those that are chosen already above all others."""
+    for start in range(0, n, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        chosen = (tl.load(plan_ptr + slot, mask=slot < n, other=0) & 1) == 1
+        worth = tl.load(worth_ptr + slot, mask=slot < n, other=0.0)
+        tl.store(rank_ptr + slot, tl.where(chosen, _ALWAYS, _rank(worth)), mask=slot < n)
 
 
 @triton.jit
@@ -816,7 +947,12 @@ def builds() -> list[Build]:
     """
     return [
         *(_select_build(in_place) for in_place in (False, True)),
-        *(_exchange_build(dtype, dim) for dtype in POINTERS for dim in HEAD_DIMS),
+        *(
+            make(dtype, dim)
+            for make in (_attend_build, _exchange_build)
+            for dtype in (torch.bfloat16, torch.float32)
+            for dim in (64, 128)
+        ),
         *(build for dtype in POINTERS for dim in HEAD_DIMS for build in _builds(dtype, dim, 128)),
         *(build for chunk_size in (64, 256) for build in _builds(torch.bfloat16, 128, chunk_size)),
     ]
@@ -831,8 +967,22 @@ def _builds(dtype: torch.dtype, dim: int, chunk_size: int) -> Iterator[Build]:
         yield _move_build(old, new, dim, chunk_size, in_place=False)
 
 
+def _attend_build(dtype: torch.dtype, dim: int) -> Build:
+    blocks = attend_blocks(dtype.itemsize)
+    pointers = dict.fromkeys(("keys_ptr", "queries_ptr"), POINTERS[dtype])
+    pointers |= {"fill_ptr": "*i64", "active_ptr": "*i1", "rows_ptr": "*i64"}
+    return Build(
+        f"attend-{POINTERS[dtype][1:]}-D{dim}",
+        _attend_kernel,
+        signature(_attend_kernel, pointers, "*fp32"),
+        {"HEAD_DIM": dim, "BLOCK_Q": _QUERIES, "BLOCK_N": blocks.pairs, "BLOCK_D": blocks.d, "ROWS": False},
+        blocks.num_warps,
+        blocks.num_stages,
+    )
+
+
 def _exchange_build(dtype: torch.dtype, dim: int) -> Build:
-    blocks = exchange_blocks(dim, dtype.itemsize)
+    blocks = exchange_blocks(dim)
     pointers = dict.fromkeys(("keys_ptr", "values_ptr"), POINTERS[dtype]) | {"fill_ptr": "*i64", "active_ptr": "*i1"}
     pointers |= dict.fromkeys(("degree_ptr", "queries_ptr", "scores_ptr"), "*fp32") | {"rows_ptr": "*i64"}
     return Build(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ckv_compile.reference import RECENT
+from ckv_compile.reference import LAST, RECENT
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _SYMBOLS = {
     torch.bfloat16: "ckv_decode_bfloat16",
     torch.float16: "ckv_decode_float16",
 }
-_ARGTYPES = [ctypes.c_void_p] * 12 + [ctypes.c_int64] * 8 + [ctypes.c_float] * 3 + [ctypes.c_int]
+_ARGTYPES = [ctypes.c_void_p] * 14 + [ctypes.c_int64] * 9 + [ctypes.c_float] * 3 + [ctypes.c_int]
 
 # After Inductor's flags, of which some releases turn contraction off and others turn unsafe math on.
 _FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
@@ -55,8 +55,10 @@ def decode_attention(
     values: torch.Tensor,
     degree: torch.Tensor | None,
     queries: torch.Tensor | None,
+    last_queries: torch.Tensor | None,
     fill: torch.Tensor,
     active: torch.Tensor,
+    position: torch.Tensor | None,
     layer: int,
     scale: float,
     softcap: float = 0.0,
@@ -68,8 +70,8 @@ def decode_attention(
     The weight of a slot of degree n is softmax(q.k * scale + log n). The result of a row has the same bits
     whatever the rest of the batch is. Call it only where `is_available(q.dtype)`.
 
-    Without degrees and queries the cache is that of a layer with a sliding window of C tokens: a ring, where a token
-    that comes after `fill` others is in slot fill % C, all weights are 1, and no row is ever full.
+    Without degrees, queries and positions the cache is that of a layer with a sliding window of C tokens: a ring, where
+    a token that comes after `fill` others is in slot fill % C, all weights are 1, and no row is ever full.
 
     Args:
         q: queries [B, H, 1, D]; D is a multiple of 8.
@@ -79,8 +81,11 @@ def decode_attention(
         values: cached values, likewise.
         degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing. None: a ring.
         queries: float32 [B, L, Hkv, 2, D], contiguous: running means of scale * q and of its square. None: a ring.
+        last_queries: [B, L, Hkv, LAST, G, D] in the dtype of q, contiguous: scale * q of the last tokens; place
+            `position` % LAST is written. None: a ring.
         fill: int64 [B]: used slots of each row, before this token; of a ring, all tokens before it.
         active: bool [B]: a row that is not active is left as it is, and its output is zero.
+        position: int64 [B]: tokens of each row before this one. None: a ring.
         layer: the layer to serve.
         scale: factor of the scores.
         softcap: scores become softcap * tanh(score / softcap) before the degree enters; 0 leaves them.
@@ -102,9 +107,11 @@ def decode_attention(
     dtype, new_shape, heads = q.dtype, (batch, kv_heads, 1, dim), q.shape[1]
     if not (
         values.shape == cache_shape
-        and (degree is None) == (queries is None)
+        and (degree is None) == (queries is None) == (last_queries is None) == (position is None)
         and (degree is None or degree.shape == (states, layers, kv_heads, capacity))
         and (queries is None or queries.shape == (states, layers, kv_heads, 2, dim))
+        and (last_queries is None or last_queries.shape == (states, layers, kv_heads, LAST, heads // kv_heads, dim))
+        and (position is None or position.shape == (states,))
         and (sinks is None or sinks.shape == (heads,))
         and q.shape == (batch, heads, 1, dim)
         and k.shape == new_shape
@@ -114,22 +121,28 @@ def decode_attention(
         and (rows is None or (rows.shape, rows.dtype) == ((batch,), torch.int64))
         and 0 <= layer < layers
     ):
-        names = "q, k, v, keys, values, degree, queries, fill, active, sinks, rows"
-        tensors = (q, k, v, keys, values, degree, queries, fill, active, sinks, rows)
+        names = "q, k, v, keys, values, degree, queries, last_queries, fill, active, position, sinks, rows"
+        tensors = (q, k, v, keys, values, degree, queries, last_queries, fill, active, position, sinks, rows)
         shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
         raise ValueError(f"cannot serve layer {layer} with {names} of {shapes}")
-    if not (k.dtype == v.dtype == keys.dtype == values.dtype == dtype) or (sinks is not None and sinks.dtype != dtype):
-        others = f"{dtype} q, {keys.dtype} keys and {None if sinks is None else sinks.dtype} sinks"
-        raise ValueError(f"q, k, v, keys, values, sinks must share one dtype, got {others}")
+    alike = {"q": q, "k": k, "v": v, "keys": keys, "values": values, "last_queries": last_queries, "sinks": sinks}
+    dtypes = {name: tensor.dtype for name, tensor in alike.items() if tensor is not None}
+    if set(dtypes.values()) != {dtype}:
+        found = ", ".join(f"{kind} {name}" for name, kind in dtypes.items())
+        raise ValueError(f"{', '.join(dtypes)} must share one dtype, got {found}")
     clusters = [tensor for tensor in (degree, queries) if tensor is not None]
-    kinds = [tensor.dtype for tensor in (*clusters, fill, active)]
-    if kinds != [torch.float32] * len(clusters) + [torch.int64, torch.bool]:
-        raise ValueError(f"degree and queries must be float32, fill int64 and active bool, got {kinds}")
-    if not all(tensor.is_contiguous() for tensor in (keys, values, *clusters)):
-        raise ValueError("keys, values, degree and queries must be contiguous: the kernel writes to them in place")
+    counters = [tensor for tensor in (fill, position) if tensor is not None]
+    kinds = [tensor.dtype for tensor in (*clusters, *counters, active)]
+    if kinds != [torch.float32] * len(clusters) + [torch.int64] * len(counters) + [torch.bool]:
+        raise ValueError(f"degree, queries must be float32, fill, position int64 and active bool, got {kinds}")
+    written = [keys, values, *clusters, *(() if last_queries is None else (last_queries,))]
+    if not all(tensor.is_contiguous() for tensor in written):
+        raise ValueError(
+            "keys, values, degree, queries, last_queries must be contiguous: the kernel writes to them in place"
+        )
 
     q, k, v, fill, active = (tensor.contiguous() for tensor in (q, k, v, fill, active))
-    sinks, rows = (None if tensor is None else tensor.contiguous() for tensor in (sinks, rows))
+    position, sinks, rows = (None if tensor is None else tensor.contiguous() for tensor in (position, sinks, rows))
     out = torch.empty_like(q)
     status = _kernels()[dtype](
         q.data_ptr(),
@@ -139,8 +152,10 @@ def decode_attention(
         values.data_ptr(),
         None if degree is None else degree.data_ptr(),
         None if queries is None else queries.data_ptr(),
+        None if last_queries is None else last_queries.data_ptr(),
         fill.data_ptr(),
         active.data_ptr(),
+        None if position is None else position.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
         None if rows is None else rows.data_ptr(),
         out.data_ptr(),
@@ -152,6 +167,7 @@ def decode_attention(
         heads // kv_heads,
         capacity,
         dim,
+        LAST,
         scale,
         softcap,
         1 / RECENT,

@@ -350,11 +350,13 @@ struct Step {
   const T *q, *k, *v;
   T *keys, *values, *out;
   float *degree, *queries;  // null for a ring
+  T* last_queries;          // likewise
   const int64_t* fill;
   const bool* active;
-  const T* sinks;  // may be null
-  const int64_t* rows;  // may be null
-  int64_t batch, states, layers, layer, kv_heads, group, capacity, dim;
+  const int64_t* position;  // null for a ring
+  const T* sinks;           // may be null
+  const int64_t* rows;      // likewise
+  int64_t batch, states, layers, layer, kv_heads, group, capacity, dim, last;
   float scale, softcap, rate;
 
   // The degrees of a split begin at first_degree + its first slot * degree_step. Choosing between the two where they
@@ -398,17 +400,21 @@ struct Step {
     if (degree) degree[slot] = 1.0f;
   }
 
-  // Moves the running means of scale * q and of its square by `rate` towards those of this token's query heads.
+  // Moves the running means of scale * q and of its square by `rate` towards those of this token's query heads, and
+  // puts scale * q among the last ones.
   template <int W>
   void observe(int64_t row, int64_t kv_head) const {
     using F = typename Vec<W>::F;
     const T* q_heads = q + (row * kv_heads + kv_head) * group * dim;
-    float* mean = queries + ((state(row) * layers + layer) * kv_heads + kv_head) * 2 * dim;
+    const int64_t cached = (state(row) * layers + layer) * kv_heads + kv_head;
+    float* mean = queries + cached * 2 * dim;
     float* square = mean + dim;
+    T* newest = last_queries + (cached * last + static_cast<uint64_t>(position[state(row)]) % last) * group * dim;
     for (int64_t d = 0; d < dim; d += W) {
       F sum = {}, squares = {};
       for (int64_t h = 0; h < group; ++h) {
         const F x = load<W>(q_heads + h * dim + d) * scale;
+        store<W>(newest + h * dim + d, x);
         sum += x;
         squares += x * x;
       }
@@ -550,27 +556,30 @@ int64_t decode(const Step<T>& step, int threads) {
 
 }  // namespace
 
-// Puts k, v and degree 1 into slot fill[row] of layer `layer`, takes q into the means in `queries`, and attends over
-// slots 0 .. fill[row].
-//   q, out [batch, kv_heads * group, dim]; k, v [batch, kv_heads, dim]; fill, active [states]
+// Puts k, v and degree 1 into slot fill[row] of layer `layer`, takes q into the means in `queries` and into place
+// position[row] % last of the last ones, and attends over slots 0 .. fill[row].
+//   q, out [batch, kv_heads * group, dim]; k, v [batch, kv_heads, dim]; fill, active, position [states]
 //   rows [batch], or null: the row of the state that each row of the batch is of, no two the same unless not active
 //   keys, values [states, layers, kv_heads, capacity, dim]; degree [states, layers, kv_heads, capacity]
 //   queries [states, layers, kv_heads, 2, dim]: running means of scale * q and of its square; a token's share is `rate`
+//   last_queries [states, layers, kv_heads, last, group, dim]: scale * q of the last tokens
 //   sinks [kv_heads * group], or null: one logit a query head, not scaled
-// Where degree and queries are null, the cache is a ring, and fill the number of tokens seen before this one: k and v go into
-// slot fill[row] % capacity, and the slots attended over are those below min(fill[row] + 1, capacity).
+// Where degree, queries, last_queries and position are null, the cache is a ring, and fill the number of tokens seen
+// before this one: k and v go into slot fill[row] % capacity, and the slots attended over are those below
+// min(fill[row] + 1, capacity).
 // Where softcap is not 0, scores become softcap * tanh(score / softcap) before the degree enters.
 // A row that is not active is left as it is, and its output is zero. `dim` is a multiple of 8. Returns 0; row + 1
 // if that row has no free slot (nothing is written then); -1 if there is no memory; -2 if a row is not in the state.
-#define CKV_DECODE(NAME, T)                                                                                 \
-  extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree,            \
-                          float* queries, const int64_t* fill, const bool* active, const T* sinks,          \
-                          const int64_t* rows, T* out, int64_t batch, int64_t states, int64_t layers,       \
-                          int64_t layer, int64_t kv_heads, int64_t group, int64_t capacity, int64_t dim,    \
-                          float scale, float softcap, float rate, int threads) {                            \
-    return decode(Step<T>{q, k, v, keys, values, out, degree, queries, fill, active, sinks, rows, batch,    \
-                          states, layers, layer, kv_heads, group, capacity, dim, scale, softcap, rate},     \
-                  threads);                                                                                 \
+#define CKV_DECODE(NAME, T)                                                                                           \
+  extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree, float* queries,      \
+                          T* last_queries, const int64_t* fill, const bool* active, const int64_t* position,          \
+                          const T* sinks, const int64_t* rows, T* out, int64_t batch, int64_t states, int64_t layers, \
+                          int64_t layer, int64_t kv_heads, int64_t group, int64_t capacity, int64_t dim,              \
+                          int64_t last, float scale, float softcap, float rate, int threads) {                        \
+    return decode(Step<T>{q, k, v, keys, values, out, degree, queries, last_queries, fill, active, position, sinks,   \
+                          rows, batch, states, layers, layer, kv_heads, group, capacity, dim, last, scale, softcap,   \
+                          rate},                                                                                      \
+                  threads);                                                                                           \
   }
 
 CKV_DECODE(ckv_decode_float32, float)

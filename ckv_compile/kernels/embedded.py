@@ -11,7 +11,9 @@ from ckv_compile.kernels.builds import in_graph
 from ckv_compile.schedule import Schedule
 
 
-@torch.library.triton_op("ckv_triton::cached_attention", mutates_args={"keys", "values", "degree", "queries"})
+@torch.library.triton_op(
+    "ckv_triton::cached_attention", mutates_args={"keys", "values", "degree", "queries", "last_queries"}
+)
 def cached_attention(
     q: Tensor,
     k: Tensor,
@@ -20,8 +22,10 @@ def cached_attention(
     values: Tensor,
     degree: Tensor,
     queries: Tensor,
+    last_queries: Tensor,
     fill: Tensor,
     active: Tensor,
+    position: Tensor,
     layer: int,
     scale: float,
     sinks: Tensor | None,
@@ -36,10 +40,9 @@ def cached_attention(
     n_exact: int = 0,
 ) -> Tensor:
     """`ckv::cached_attention` of one token a row."""
+    state = (keys, values, degree, queries, last_queries, fill, active, position)
     with in_graph():
-        return attention.decode_attention(
-            q, k, v, keys, values, degree, queries, fill, active, layer, scale, softcap, sinks
-        )
+        return attention.decode_attention(q, k, v, *state, layer, scale, softcap, sinks)
 
 
 @torch.library.triton_op("ckv_triton::window_attention", mutates_args={"keys", "values"})
@@ -57,10 +60,9 @@ def window_attention(
     softcap: float,
 ) -> Tensor:
     """`ckv::window_attention` of one token a row."""
+    state = (keys, values, None, None, None, position, active, None)
     with in_graph():
-        return attention.decode_attention(
-            q, k, v, keys, values, None, None, position, active, layer, scale, softcap, sinks
-        )
+        return attention.decode_attention(q, k, v, *state, layer, scale, softcap, sinks)
 
 
 @torch.library.triton_op("ckv_triton::compact_", mutates_args={"keys", "values", "degree", "fill", "position"})
@@ -69,6 +71,7 @@ def compact_(
     values: Tensor,
     degree: Tensor,
     queries: Tensor,
+    last_queries: Tensor,
     fill: Tensor,
     active: Tensor,
     position: Tensor,
@@ -89,4 +92,4 @@ def compact_(
         return
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     with in_graph():
-        compaction.compact(keys, values, degree, queries, fill, position, active, schedule)
+        compaction.compact(keys, values, degree, queries, last_queries, fill, position, active, schedule)

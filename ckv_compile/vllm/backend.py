@@ -28,12 +28,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
 
-from ckv_compile.cache import CacheShape, CacheState
+from ckv_compile.cache import CacheState, Group
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, UnsupportedModelError
 from ckv_compile.ops import append_, cached_attention, compact_
 from ckv_compile.vllm.settings import KEY, Layer, check, config_of
-from ckv_compile.vllm.state import StateSpec, carve
+from ckv_compile.vllm.state import Serving, StateSpec, carve, empty
 
 _BLOCK = 128
 """Tokens of a block of vLLM's kernel, of which a prompt that begins takes a few."""
@@ -42,6 +42,13 @@ _BLOCK = 128
 def _has_causal_kernel(device: torch.device, head_size: int) -> bool:
     """Whether vLLM's CPU kernel serves these heads."""
     return device.type == "cpu" and head_size in CPUAttentionBackend.get_supported_head_sizes()
+
+
+class Place(NamedTuple):
+    """Where the state has a layer."""
+
+    group: Group
+    layer: int  # its number in the group
 
 
 class Prompt(NamedTuple):
@@ -68,8 +75,9 @@ class StateMetadata(AttentionMetadata):
     """
 
     state: CacheState
-    plan: tuple[int | float, ...]
-    layers: dict[str, int]  # the place of a layer in the state, by its name
+    layers: dict[str, "Place"]  # by their names
+    last: str  # the name of the last one
+    plans: dict[Group, tuple[int | float, ...]]  # of the groups that have layers
     rows: Tensor  # [number of requests of one token] int64, on the device: the rows of the state that take a token
     prompts: list[Prompt]
     beginnings: Beginnings | None
@@ -93,9 +101,16 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
             )
         config = config_of(vllm_config)
         assert config is not None
-        self._capacity = config.capacity
-        self._plan = dataclasses.astuple(config.schedule)
-        self._layers = {name: index for index, name in enumerate(layer_names)}
+        self._serving = serving_of(vllm_config, config)
+        groups: list[Group] = ["light" if i in config.light_layers else "main" for i in range(len(layer_names))]
+        self._layers = {
+            name: Place(group, groups[:i].count(group))
+            for i, (name, group) in enumerate(zip(layer_names, groups, strict=True))
+        }
+        plans = self._serving.plans
+        self._plans: dict[Group, tuple[int | float, ...]] = {"main": dataclasses.astuple(plans.main.schedule)}
+        if config.light_layers:
+            self._plans["light"] = dataclasses.astuple(plans.light.schedule)
         self._attention = layers[layer_names[0]]
         self._state: CacheState | None = None  # until vLLM has allocated its memory
         longest = max(
@@ -123,9 +138,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         taken = starts.diff()
         begin = ((seen[: common.num_reqs] == taken) & (taken > 0)).nonzero().flatten()
         if len(begin):
-            begun = rows[begin.to(rows.device)]
-            for part in (state.fill, state.position, state.queries):
-                part.index_fill_(0, begun, 0)
+            empty(state, rows[begin.to(rows.device)])
 
         prompts, beginnings = [], None
         if singles < common.num_reqs:
@@ -133,12 +146,13 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
             prompts = [Prompt(*where) for where in zip(bounds, bounds[1:], rows[singles:].tolist(), strict=False)]
         if self._causal is not None:
             going_on, new = len(prompts), set((begin - singles).tolist())
-            while going_on - 1 in new:
+            while going_on and going_on - 1 in new:
                 going_on -= 1
             if going_on < len(prompts):
                 beginnings = self._beginnings(self._causal, prompts[going_on:])
                 prompts = prompts[:going_on]
-        return StateMetadata(state, self._plan, self._layers, rows[:singles], prompts, beginnings)
+        last = next(reversed(self._layers))
+        return StateMetadata(state, self._layers, last, self._plans, rows[:singles], prompts, beginnings)
 
     def _beginnings(self, causal: CPUAttentionMetadataBuilder, prompts: list[Prompt]) -> Beginnings:
         """Give each prompt blocks of its own in a cache that lives for this step."""
@@ -166,10 +180,9 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
 
     def _states(self) -> CacheState:
         if self._state is None:
-            memory, spec = self._attention.kv_cache, self.kv_cache_spec
-            shape = CacheShape(len(self._layers), spec.num_kv_heads, spec.head_size, spec.dtype, memory.device)
+            memory = self._attention.kv_cache
             whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.untyped_storage())
-            self._state = carve(whole, shape, self._capacity, len(memory))
+            self._state = carve(whole, self._serving, self.kv_cache_spec, len(memory))
         return self._state
 
 
@@ -200,7 +213,7 @@ class StateAttention(AttentionImpl[StateMetadata]):
         assert config is not None
         kind = AttentionType(attn_type)
         asked = (alibi_slopes, sliding_window, kind, kv_sharing_target_layer_name, others)
-        check(engine, config, Layer(head_size, self.num_kv_heads, kv_cache_dtype, *asked))
+        check(engine, config, Layer(num_heads, head_size, self.num_kv_heads, kv_cache_dtype, *asked))
         self._causal: CPUAttentionBackendImpl | None = None
         if _has_causal_kernel(torch.device(engine.device_config.device_type), head_size):
             heads = (num_heads, head_size, scale, self.num_kv_heads)
@@ -235,24 +248,27 @@ class StateAttention(AttentionImpl[StateMetadata]):
         if attn_metadata is None:
             return output.fill_(0.0)
         step = attn_metadata
-        state, plan, index = step.state, step.plan, step.layers[layer.layer_name]
+        place = step.layers[layer.layer_name]
+        plan = step.plans[place.group]
         sinks = None if self.sinks is None else self.sinks.to(query.dtype)
         singles = len(step.rows)
         if singles:
             new = (part[:singles, :, None] for part in (query, key, value))
-            out = cached_attention(*new, *state[:6], index, self.scale, sinks, self.softcap, *plan, rows=step.rows)
+            slots = _slots(step.state, place.group)
+            out = cached_attention(*new, *slots, place.layer, self.scale, sinks, self.softcap, *plan, rows=step.rows)
             output[:singles] = out[:, :, 0]
         for start, stop, row in step.prompts:
             new = (part[start:stop].transpose(0, 1)[None] for part in (query, key, value))
-            out = cached_attention(*new, *state.row(row)[:6], index, self.scale, sinks, self.softcap, *plan)
+            slots = _slots(step.state.row(row), place.group)
+            out = cached_attention(*new, *slots, place.layer, self.scale, sinks, self.softcap, *plan)
             output[start:stop] = out[0].transpose(0, 1)
         if step.beginnings is not None:
             self._begin(step, step.beginnings, layer, query, key, value, output)
-        if index == len(step.layers) - 1:
+        if layer.layer_name == step.last:
             if singles:
-                compact_(*state[:7], 1, *plan, rows=step.rows)
+                _close(step.state, 1, step.plans, step.rows)
             for start, stop, row in (*step.prompts, *(step.beginnings.prompts if step.beginnings else ())):
-                compact_(*state.row(row)[:7], stop - start, *plan)
+                _close(step.state.row(row), stop - start, step.plans)
         return output
 
     def _begin(
@@ -272,10 +288,30 @@ class StateAttention(AttentionImpl[StateMetadata]):
         new = (key[begun], value[begun])
         self._causal.do_kv_cache_update(layer, *new, cache, metadata.slot_mapping)
         self._causal.forward(layer, query[begun], *new, cache, metadata, output[begun])
-        index = step.layers[layer.layer_name]
+        group, index = step.layers[layer.layer_name]
         for start, stop, row in prompts:
             q, k, v = (part[start:stop].transpose(0, 1)[None] for part in (query, key, value))
-            append_(k, v, *step.state.row(row), index, False, *step.plan, q=q, scale=self.scale)
+            append_(k, v, *step.state.row(row), index, group, *step.plans[group], q=q, scale=self.scale)
+
+
+def _slots(state: CacheState, group: Group) -> tuple[Tensor, ...]:
+    return state.light if group == "light" else state.main
+
+
+def _close(
+    state: CacheState, tokens: int, plans: dict[Group, tuple[int | float, ...]], rows: Tensor | None = None
+) -> None:
+    """Compact what is due at the end of a step; the main group comes last, and counts the positions."""
+    for group in reversed(plans):
+        position = state.position if group == "main" else None
+        compact_(*_slots(state, group)[:7], position, tokens, *plans[group], rows=rows)
+
+
+def serving_of(engine: VllmConfig, config: CKVConfig) -> Serving:
+    """What the layers of this process keep of a request."""
+    model, parallel = engine.model_config, engine.parallel_config
+    heads = model.get_num_attention_heads(parallel)
+    return Serving(config, model.max_model_len, model.get_num_layers(parallel), heads)
 
 
 class ClusteredBackend(AttentionBackend):
@@ -284,8 +320,8 @@ class ClusteredBackend(AttentionBackend):
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
-    serving: ClassVar[tuple[CKVConfig, int] | None] = None
-    """The configuration and the longest request of the model that was built last; None if it did not ask for any.
+    serving: ClassVar[Serving | None] = None
+    """What the layers of the model keep that was built last; None if it did not ask for a clustered cache.
 
     vLLM asks for specs and builders, without saying for which model, only right after it has built its layers.
     """
@@ -313,7 +349,7 @@ class ClusteredBackend(AttentionBackend):
     def serve(cls, engine: VllmConfig) -> bool:
         """Note what the model that is being built asks for, and return whether that is a clustered cache."""
         config = config_of(engine)
-        ClusteredBackend.serving = None if config is None else (config, engine.model_config.max_model_len)
+        ClusteredBackend.serving = None if config is None else serving_of(engine, config)
         return config is not None
 
     @staticmethod
@@ -325,8 +361,7 @@ class ClusteredBackend(AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """What a layer keeps of a request."""
         assert cls.serving is not None
-        config, longest = cls.serving
-        return StateSpec.of(spec, config.capacity, longest)
+        return StateSpec.of(spec, cls.serving)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

@@ -28,6 +28,7 @@ _OF_VLLM = {
 class Layer(NamedTuple):
     """What a model asks of its attention in one layer, as vLLM hands it to an implementation."""
 
+    heads: int
     head_size: int
     kv_heads: int
     kv_cache_dtype: str
@@ -64,7 +65,7 @@ def check(engine: VllmConfig, config: CKVConfig, layer: Layer) -> None:
     Raises:
         UnsupportedModelError: with all reasons, and what to change for each.
     """
-    reasons = [*_of_engine(engine), *_of_layer(engine, config, layer)]
+    reasons = [*_of_engine(engine, config), *_of_layer(engine, config, layer)]
     if reasons:
         listed = "\n".join(f"  - {reason}" for reason in reasons)
         raise UnsupportedModelError(
@@ -73,7 +74,7 @@ def check(engine: VllmConfig, config: CKVConfig, layer: Layer) -> None:
         )
 
 
-def _of_engine(engine: VllmConfig) -> list[str]:
+def _of_engine(engine: VllmConfig, config: CKVConfig) -> list[str]:
     model, parallel = engine.model_config, engine.parallel_config
     found = [
         (
@@ -98,6 +99,11 @@ def _of_engine(engine: VllmConfig) -> list[str]:
             parallel.prefill_context_parallel_size > 1,
             f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}, which splits a prompt: set it "
             "to 1",
+        ),
+        (
+            bool(config.light_layers) and parallel.pipeline_parallel_size > 1,
+            f"light_layers={list(config.light_layers)}, which are counted over all layers, with pipeline_parallel_size="
+            f"{parallel.pipeline_parallel_size}: leave out one of them",
         ),
         (parallel.use_ubatching, "two batches that overlap: leave out enable_dbo and ubatch_size"),
         (
@@ -138,7 +144,8 @@ def _of_layer(engine: VllmConfig, config: CKVConfig, layer: Layer) -> list[str]:
         (bool(others), f"attention with {', '.join(others)}: serve a model without"),
     ]
     reasons = [reason for holds, reason in found if holds]
-    shape = CacheShape(1, layer.kv_heads, layer.head_size, dtype, torch.device(engine.device_config.device_type))
+    heads, device = (layer.kv_heads, layer.heads // layer.kv_heads), torch.device(engine.device_config.device_type)
+    shape = CacheShape(1, *heads, layer.head_size, dtype, device)
     try:
         check_kernels(shape, config.schedule)
     except ConfigError as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckv_compile import clustering
 from ckv_compile.kernels import attention
-from ckv_compile.reference import Queries, Row, attend_row, observe
+from ckv_compile.reference import LAST, Queries, Row, attend_row, observe
 
 pytestmark = pytest.mark.gpu
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -34,8 +34,10 @@ class Step(NamedTuple):
     values: Tensor
     degree: Tensor | None  # None: a ring
     queries: Tensor | None  # likewise
+    last_queries: Tensor | None  # likewise
     fill: Tensor
     active: Tensor
+    position: Tensor | None  # likewise
 
     @property
     def scale(self) -> float:
@@ -71,8 +73,10 @@ def make_step(
         values=values,
         degree=degree,
         queries=torch.randn(batch, LAYERS, heads, 2, dim, generator=generator),
+        last_queries=normal(batch, LAYERS, heads, LAST, group, dim),
         fill=torch.tensor(fill),
         active=torch.ones(batch, dtype=torch.bool),
+        position=torch.tensor(fill) * 3 + 2**33,
     )
     return Step(*(tensor.to(DEVICE) for tensor in step))
 
@@ -184,11 +188,16 @@ def test_decode_writes_the_new_token_and_nothing_else(dtype: str, parts: int) ->
         expected.keys[b, LAYER, :, used] = step.k[b, :, 0]
         expected.values[b, LAYER, :, used] = step.v[b, :, 0]
         expected.degree[b, LAYER, :, used] = 1.0
-        clustering.observe_(expected.queries[b, LAYER], step.q[b], step.scale)
+        known = (expected.queries[b, LAYER], expected.last_queries[b, LAYER])
+        clustering.observe_(*known, step.q[b], step.scale, int(step.position[b]))
     out = run_step(step, parts)
     torch.testing.assert_close(step.queries, expected.queries, rtol=1e-6, atol=1e-7)
-    served = [[0], [1], [3]], LAYER
-    step.queries[served] = expected.queries[served]
+    # The interpreter cuts bfloat16 off instead of rounding it.
+    torch.testing.assert_close(step.last_queries, expected.last_queries, rtol=torch.finfo(step.q.dtype).eps, atol=0)
+    for b in (0, 1, 3):
+        step.queries[b, LAYER] = expected.queries[b, LAYER]
+        place = int(step.position[b]) % LAST
+        step.last_queries[b, LAYER, :, place] = expected.last_queries[b, LAYER, :, place]
     for name, after, wanted in zip(Step._fields, step, expected, strict=True):
         assert same_bits(after, wanted), name
     assert same_bits(out[2], torch.zeros_like(out[2]))
@@ -229,16 +238,20 @@ def test_means_of_the_queries_follow_a_stream(group: int, dim: int, dtype: str, 
     """Against the oracle, with a cap, which they do not see; a row that pauses keeps its own."""
     step = make_step([0, 30], group=group, capacity=40, dim=dim, dtype=dtype)
     step.queries[0].zero_()
-    expected = step.queries.double()
+    expected, last = step.queries.double(), step.last_queries.clone()
     for token in range(4):
         q = make_step([token], group=group, dim=dim, dtype=dtype).q.expand(2, -1, -1, -1)
         step.active[1] = token % 3 != 1
         run_step(step._replace(q=q), parts, softcap=3.0)
         for b in step.active.nonzero().flatten().tolist():
             for h, own in enumerate(q[b].unflatten(0, (2, group))):
-                expected[b, LAYER, h] = torch.stack(observe(Queries(*expected[b, LAYER, h]), own, step.scale))
+                known = Queries(*expected[b, LAYER, h], last[b, LAYER, h])
+                *means, last[b, LAYER, h] = observe(known, own, step.scale, int(step.position[b]))
+                expected[b, LAYER, h] = torch.stack(means)
         step.fill.add_(step.active)
+        step.position.add_(step.active)
     torch.testing.assert_close(step.queries.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(step.last_queries, last, rtol=torch.finfo(q.dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -336,6 +349,13 @@ def test_decode_refuses_what_does_not_fit() -> None:
         {"queries": step.queries.double()},
         {"queries": step.queries.mT.contiguous().mT},
         {"queries": None},
+        {"last_queries": step.last_queries[:, :, :, 1:]},
+        {"last_queries": step.last_queries.half()},
+        {"last_queries": step.last_queries.mT.contiguous().mT},
+        {"last_queries": None},
+        {"position": None},
+        {"position": step.position.int()},
+        {"position": step.position[None]},
         {"degree": None},
         {"fill": step.fill.int()},
         {"active": step.active.int()},
@@ -602,7 +622,8 @@ def make_ring_step(histories: Sequence[History], fill: Sequence[int], window: in
     keys, values = (torch.stack([part] * LAYERS, dim=1) for part in map(torch.stack, zip(*rings, strict=True)))
     put_garbage(keys[:, LAYER - 1], values[:, LAYER - 1])
     active = torch.ones(len(fill), dtype=torch.bool, device=DEVICE)
-    return Step(*new_tokens(histories, fill), keys, values, None, None, torch.tensor(fill, device=DEVICE), active)
+    ring = (keys, values, None, None, None, torch.tensor(fill, device=DEVICE), active, None)
+    return Step(*new_tokens(histories, fill), *ring)
 
 
 def new_tokens(histories: Sequence[History], tokens: Sequence[int]) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ckv_compile import clustering
 from ckv_compile.errors import ConfigError
 from ckv_compile.kernels import compaction
-from ckv_compile.reference import Row, merge_row
+from ckv_compile.reference import ATTENTION_WEIGHT, LAST, Row, attended_slots, merge_row
 from ckv_compile.schedule import Schedule
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # fall the other way (and the interpreter cuts bfloat16 off instead of rounding it).
 RTOL = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 State = tuple[Tensor, Tensor, Tensor]
+Queries = tuple[Tensor, Tensor]
 
 
 def make_schedule(chunk: int, sink: int = 0, recent: int = 0, budget: int = 1, exact: int = 0) -> Schedule:
@@ -264,46 +265,53 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
         assert all(torch.equal(a[0], t[r]) for a, t in zip(alone, together, strict=True))
 
 
-def make_queries(keys: Tensor) -> Tensor:
-    """Means of queries and of their squares [..., 2, D] for keys [..., n, D]."""
-    generator = torch.Generator().manual_seed(keys.shape[-1])
-    mean, deviation = torch.randn(2, *keys.shape[:-2], keys.shape[-1], generator=generator) / keys.shape[-1] ** 0.5
-    return torch.stack([mean, mean**2 + deviation**2], dim=-2).to(DEVICE)
+def make_queries(keys: Tensor, group: int = 2) -> Queries:
+    """Queries of some heads for keys [..., n, D]: their means and mean squares, and the last ones."""
+    generator, (*rows, _, dim) = torch.Generator().manual_seed(keys.shape[-1]), keys.shape
+    mean, deviation = torch.randn(2, *rows, dim, generator=generator) / dim**0.5
+    last = torch.randn(*rows, LAST, group, dim, generator=generator) / dim**0.5
+    return torch.stack([mean, mean**2 + deviation**2], dim=-2).to(DEVICE), last.to(DEVICE, keys.dtype)
 
 
-def exchanged(state: State, queries: Tensor, schedule: Schedule) -> State:
-    """The exchange by the batched form; what is exact is worth clearly more than what is not."""
-    worth = clustering.worth(state[0].double(), state[1].double(), state[2], queries.double(), schedule)
-    ranked = worth.sort(dim=1, descending=True).values
-    assert (ranked[:, schedule.n_exact - 1] - ranked[:, schedule.n_exact]).min() > 1e-4
-    return clustering.exchange(*state, queries, schedule)
+def exchanged(state: State, queries: Queries, schedule: Schedule) -> State:
+    """The exchange by the batched form; of both scores, what is chosen has clearly more than what is not."""
+    keys, values, degree = state[0].double(), state[1].double(), state[2]
+    worth = clustering.worth(keys, values, degree, queries[0].double(), schedule)
+    attended = clustering._standard(clustering.attended(keys, degree, queries[1], schedule))
+    both, count = worth + ATTENTION_WEIGHT * attended, attended_slots(schedule.n_exact)
+    chosen = clustering._best(both, count)
+    for scores, number in ((both, count), (worth.masked_fill(chosen, float("-inf")), schedule.n_exact - count)):
+        ranked = scores.sort(dim=1, descending=True).values
+        assert not number or (ranked[:, number - 1] - ranked[:, number]).min() > 1e-4
+    return clustering.exchange(*state, *queries, schedule)
 
 
-def run_exchange(state: State, queries: Tensor, schedule: Schedule) -> State:
+def run_exchange(state: State, queries: Queries, schedule: Schedule) -> State:
     """The exchange alone, on rows [R, n] that are due: each the one head of a batch row."""
     keys, values, degree = (part.clone()[:, None, None] for part in state)
-    last = torch.full(degree.shape[:1], degree.shape[3] - 1, device=DEVICE)
-    compaction.exchange(keys, values, degree, queries[:, None, None], last, last > 0, schedule)
+    full = torch.full(degree.shape[:1], degree.shape[3] - 1, device=DEVICE)
+    known = (part[:, None, None].contiguous() for part in queries)
+    compaction.exchange(keys, values, degree, *known, full, full > 0, schedule)
     return keys[:, 0, 0], values[:, 0, 0], degree[:, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("n", "sink", "exact", "recent", "dim", "dtype"),
+    ("n", "sink", "exact", "recent", "dim", "group", "dtype"),
     [
-        (40, 2, 6, 4, 16, "fp32"),
-        (70, 0, 30, 0, 80, "bf16"),
-        (33, 3, 1, 5, 24, "fp16"),
-        (21, 1, 14, 1, 256, "bf16"),  # more exact slots than others
-        (12, 2, 2, 4, 8, "fp32"),  # fewer candidates than a slot has neighbours
-        (1100, 4, 560, 32, 8, "fp32"),  # more scores, and more pairs, than are handled at once
+        (40, 2, 6, 4, 16, 2, "fp32"),
+        (70, 0, 30, 0, 80, 5, "bf16"),  # more queries than a tile has
+        (33, 3, 1, 5, 24, 1, "fp16"),  # none by what queries attend to
+        (21, 1, 14, 1, 256, 3, "bf16"),  # more exact slots than others
+        (12, 2, 2, 4, 8, 9, "fp32"),  # fewer candidates than a slot has neighbours
+        (1100, 4, 560, 32, 8, 1, "fp32"),  # more scores, and more pairs, than are handled at once
     ],
     ids=str,
 )
 def test_exchange_has_the_bits_of_the_batched_form(
-    n: int, sink: int, exact: int, recent: int, dim: int, dtype: str
+    n: int, sink: int, exact: int, recent: int, dim: int, group: int, dtype: str
 ) -> None:
     state, schedule = make_rows(2, n, dim, dtype, degrees=9), make_schedule(8, sink, recent, exact=exact)
-    queries = make_queries(state[0])
+    queries = make_queries(state[0], group)
     expected = exchanged(state, queries, schedule)
     assert not any(torch.equal(new, old) for new, old in zip(expected[0], state[0], strict=True))
     actual = run_exchange(state, queries, schedule)
@@ -311,11 +319,16 @@ def test_exchange_has_the_bits_of_the_batched_form(
 
 
 def test_of_slots_that_are_worth_the_same_the_first_are_exact() -> None:
-    """32 candidates whose degrees add up to 1024, so that every mean is exact; a degree names its slot."""
+    """32 candidates whose degrees add up to 1024, so that every mean is exact; a degree names its slot.
+
+    All queries attend to a sink, so that degrees do not tell them apart.
+    """
     keys = torch.eye(8, device=DEVICE)[:1].expand(1, 37, -1).contiguous()
+    last = keys[:, :LAST, None].clone()
     degree = torch.arange(1.0, 38.0, device=DEVICE)[None]
     degree[0, 33] += 1024 - degree[0, 2:34].sum()
-    values, queries, schedule = keys.clone(), make_queries(keys), make_schedule(8, 2, 3, exact=9)
+    values, queries, schedule = keys.clone(), (make_queries(keys)[0], last), make_schedule(8, 2, 3, exact=9)
+    keys[:, 0] *= 1000.0
     assert torch.equal(run_exchange((keys, values, degree), queries, schedule)[2], degree)
     values[:, [6, 9, 13, 17, 22, 30]] *= 4.0  # worth more, and the same; 2, 3 and 4 stay beside them
     order = torch.arange(37, device=DEVICE)
@@ -342,7 +355,8 @@ def test_an_exchange_has_the_same_bits_in_any_company() -> None:
     state[0][1], queries = make_signs(1, 45)[0], make_queries(state[0])
     together = run_exchange(state, queries, schedule)
     for r in range(3):
-        alone = run_exchange(tuple(part[r : r + 1] for part in state), queries[r : r + 1], schedule)
+        own = tuple(part[r : r + 1] for part in queries)
+        alone = run_exchange(tuple(part[r : r + 1] for part in state), own, schedule)
         assert all(torch.equal(a[0], t[r]) for a, t in zip(alone, together, strict=True))
 
 
@@ -388,7 +402,7 @@ def test_compact_serves_the_rows_that_are_due(
     active = torch.tensor([True, True, False, True], device=DEVICE)
     queries = make_queries(cache[0])
 
-    compaction.compact(*cache, queries, fill, position, active, schedule)
+    compaction.compact(*cache, *queries, fill, position, active, schedule)
 
     assert fill.tolist() == [budget, 20, last, budget]
     assert position.tolist() == [1001, 20, 500, 2**33 + 1]
@@ -396,7 +410,8 @@ def test_compact_serves_the_rows_that_are_due(
         assert all(torch.equal(bits(new[b]), bits(old[b])) for new, old in zip(cache[:2], before[:2], strict=True))
         assert torch.equal(cache[2][b], before[2][b])
     for b in (0, 3):
-        for new, old, known in zip(flat_rows(cache, b), flat_rows(before, b), queries[b], strict=True):
+        known_rows = zip(queries[0][b], queries[1][b], strict=True)
+        for new, old, known in zip(flat_rows(cache, b), flat_rows(before, b), known_rows, strict=True):
             chosen = exchanged(old, known, schedule) if exact else old
             expected = reference(chosen, (capacity - budget,), schedule)
             assert_same((new[0][:, :budget], new[1][:, :budget], new[2][:, :budget]), expected)
@@ -413,8 +428,8 @@ def test_compact_of_some_rows_leaves_the_others_alone(monkeypatch: pytest.Monkey
     other, queries = tuple(part.clone() for part in cache), make_queries(cache[0])
     counters, position = (fill.clone(), fill.clone()), fill.clone()
     rows = torch.tensor([4, 1, 2], device=DEVICE)
-    compaction.compact(*cache, queries, fill, position, active, schedule, rows)
-    compaction.compact(*other, queries, *counters, torch.tensor([0, 1, 0, 0, 1], device=DEVICE).bool(), schedule)
+    compaction.compact(*cache, *queries, fill, position, active, schedule, rows)
+    compaction.compact(*other, *queries, *counters, torch.tensor([0, 1, 0, 0, 1], device=DEVICE).bool(), schedule)
     assert fill.tolist() == counters[0].tolist() == [32, 20, 32, 32, 24]
     assert torch.equal(position, counters[1])
     for ours, theirs in zip(cache, other, strict=True):
@@ -427,7 +442,7 @@ def test_compact_and_compress_have_the_same_bits() -> None:
     expected = compaction.compress(*(t.flatten(0, 2) for t in cache), (9,), schedule)
     counters = torch.full((2,), 28, device=DEVICE)
     queries, active = make_queries(cache[0]), torch.ones(2, dtype=torch.bool, device=DEVICE)
-    compaction.compact(*cache, queries, counters, counters.clone(), active, schedule)
+    compaction.compact(*cache, *queries, counters, counters.clone(), active, schedule)
     for got, wanted in zip(cache, expected, strict=True):
         assert torch.equal(got.flatten(0, 2)[:, :20], wanted)
 
@@ -455,13 +470,13 @@ def test_a_stream_of_steps_with_repeated_compactions(exact: int) -> None:
             cache[0][b, layer, 0, slot], cache[1][b, layer, 0, slot], cache[2][b, layer, 0, slot] = k, v, 1.0
             new = Row(*(torch.cat(pair) for pair in zip(row, (k, v, torch.ones(1)), strict=True)))
             if len(new.degree) == capacity and exact:
-                known = queries[b, layer].cpu()
+                known = tuple(part[b, layer].cpu() for part in queries)
                 new = Row(*(part[0] for part in exchanged(tuple(part[None] for part in new), known, schedule)))
             if len(new.degree) == capacity:
                 assert_separated(new.keys, capacity - budget, schedule)
                 new, compactions = merge_row(new, capacity - budget, schedule), compactions + 1
             oracle[b, layer] = new
-        compaction.compact(*cache, queries, fill, position, active, schedule)
+        compaction.compact(*cache, *queries, fill, position, active, schedule)
         assert position.tolist() == [n + step for n in used]
         for (b, layer), row in oracle.items():
             slots = int(fill[b])
@@ -474,18 +489,18 @@ def test_a_stream_of_steps_with_repeated_compactions(exact: int) -> None:
     assert torch.equal(cache[2].sum(-1)[:, 0, 0].cpu(), torch.stack([oracle[b, 0].degree.sum() for b in range(3)]))
 
 
-def test_only_exact_slots_cost_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_exact_slots_cost_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, launch = [], compaction.launch
     monkeypatch.setattr(
         compaction, "launch", lambda kernel, grid: launched.append(kernel.__name__) or launch(kernel, grid)
     )
-    for exact, expected in ((0, []), (3, ["_exchange_kernel"])):
+    for exact, expected in ((0, []), (3, ["_attend_kernel", "_exchange_kernel"])):
         launched.clear()
         cache = make_cache([9], 1, 1, 20, 16, "fp32")
         before = tuple(part.clone() for part in cache)
         counters, active = torch.tensor([9], device=DEVICE), torch.tensor([True], device=DEVICE)
         schedule = make_schedule(8, 1, 1, budget=16, exact=exact)
-        compaction.compact(*cache, make_queries(cache[0]), counters, counters.clone(), active, schedule)
+        compaction.compact(*cache, *make_queries(cache[0]), counters, counters.clone(), active, schedule)
         assert launched == [*expected, "_match_kernel", "_select_kernel", "_move_kernel"]
         assert all(torch.equal(bits(new), bits(old)) for new, old in zip(cache, before, strict=True))
 
@@ -507,7 +522,13 @@ def test_what_does_not_fit_is_refused() -> None:
     counters, active = torch.tensor([3], device=DEVICE), torch.tensor([True], device=DEVICE)
     queries, rest = make_queries(cache[0]), (counters, counters.clone(), active)
     with pytest.raises(ValueError, match="contiguous"):
-        compaction.compact(cache[0].transpose(1, 2), *cache[1:], queries, *rest, make_schedule(8, budget=16))
+        compaction.compact(cache[0].transpose(1, 2), *cache[1:], *queries, *rest, make_schedule(8, budget=16))
+    queries, last = queries
     for wrong in (queries[:, :1], queries.double(), queries.mT.contiguous().mT):
-        with pytest.raises(ValueError, match=r"queries must be contiguous float32 of \(1, 2, 2, 2, 16\)"):
-            compaction.compact(*cache, wrong, *rest, make_schedule(8, budget=16, exact=3))
+        with pytest.raises(ValueError, match=r"^queries must be contiguous float32 of \(1, 2, 2, 2, 16\)"):
+            compaction.compact(*cache, wrong, last, *rest, make_schedule(8, budget=16, exact=3))
+    for wrong in (last[:, :1], last[..., :8], last[:, :, :, 1:], last.half(), last.mT.contiguous().mT):
+        with pytest.raises(
+            ValueError, match=r"^last_queries must be contiguous torch.float32 of \(1, 2, 2, 8, 'G', 16"
+        ):
+            compaction.compact(*cache, queries, wrong, *rest, make_schedule(8, budget=16, exact=3))

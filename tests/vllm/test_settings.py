@@ -19,7 +19,7 @@ from ckv_compile.errors import ConfigError, UnsupportedModelError
 from ckv_compile.vllm import settings
 from ckv_compile.vllm.settings import Layer
 
-PLAIN = Layer(32, 2, "auto", None, None, AttentionType.DECODER, None, {})
+PLAIN = Layer(6, 32, 2, "auto", None, None, AttentionType.DECODER, None, {})
 SMALL = {"budget": 64, "interval": 16}
 
 
