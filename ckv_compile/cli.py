@@ -734,7 +734,7 @@ def calibrate(
 
     Each layer is compressed alone, and the last tokens of windows of texts are predicted after it. The loss is the KL
     divergence to the full cache, in nats a token. The half of the layers that loses least is printed as an option:
-    these can have half the slots, and the others what that leaves.
+    these can have --light-share of the slots, and the others what that leaves.
 
     Example: `ckv calibrate smollm2`
     """

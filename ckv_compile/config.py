@@ -57,7 +57,7 @@ class CKVConfig:
     n_recent: int = 32
     exact: float = 0.9
     light_layers: tuple[int, ...] = ()
-    light_share: float = 0.5
+    light_share: float = 0.35
     chunk_size: int = 128
     r_init: float = 0.25
     r_decay: float = 0.01

@@ -71,9 +71,9 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(i!) queries, "
-    "Tensor(j!) last_queries, Tensor fill, Tensor active, Tensor position, Tensor(d!) window_keys, "
-    "Tensor(e!) window_values, Tensor(f!) light_keys, Tensor(g!) light_values, Tensor(h!) light_degree, "
+    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(d!) queries, "
+    "Tensor(e!) last_queries, Tensor fill, Tensor active, Tensor position, Tensor(f!) window_keys, "
+    "Tensor(g!) window_values, Tensor(h!) light_keys, Tensor(i!) light_values, Tensor(j!) light_degree, "
     f"Tensor(k!) light_queries, Tensor(l!) light_last_queries, Tensor light_fill, int layer, str group, {_PLAN}, "
     "Tensor? padding=None, Tensor? q=None, float scale=1.0) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -366,7 +366,8 @@ def _decode_attention(
         grouped = q[b].reshape(kv_heads, heads // kv_heads, dim)
         bias = q.new_zeros(kv_heads, 1, taken.stop, dtype=accumulator_dtype(q.dtype))
         if degree is not None and queries is not None and last_queries is not None and position is not None:
-            clustering.observe_(queries[state, layer], last_queries[state, layer], q[b], scale, int(position[state]))
+            known = (queries[state, layer], last_queries[state, layer])
+            clustering.observe_(*known, q[b], scale, int(position[state]))
             degree[state, layer, :, slot] = 1.0
             bias[:, 0] = degree[state, layer, :, taken].to(bias.dtype).log()
         old_keys, old_values = keys[state, layer, :, taken], values[state, layer, :, taken]

@@ -7,11 +7,13 @@ The page says what was measured and by which command; every number on it is comp
     *.jsonl           outcomes of tasks and texts: ckv eval ... --out FILE; NAME.PEER.jsonl goes into the tables of
                       NAME.jsonl
     cost.json         python -m ckv_compile.evaluation.cost --json FILE
+    layers.json       ckv calibrate MODEL --json > FILE
     similarity.json   python demos/similarity.py --json FILE
 """
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +39,7 @@ SEMANTIC = ("needle", "needle-essay", "multi-key", "variables")
 """Tasks of the kinds on which the paper finds its method strongest: S-NIAH-1 and 2, MK-NIAH-1, VT."""
 PAPER = f"{OURS}:exact=0.0"
 """The paper's own method: centroids alone."""
+LIGHT = re.compile(r"light_layers=[-+\d]+(,light_share=[.\d]+)?,?")
 PARTITIONS = ("csm", "csm-contiguous", "csm-random")
 
 NEAR = 0.05
@@ -107,17 +110,20 @@ def page(folder: Path = FOLDER) -> str:
         "CentroidKV (arXiv 2506.11418) reports results of 7B and 8B models on GPUs; a claim is reproduced here if the "
         f"small model of the table above shows it too. The paper's method is `{PAPER}` in the tables; `{OURS}` is the "
         "default, whose exact slots are not in the paper.",
+        *_legend(files),
         _table(["claim", "here", "found"], [list(claim) for claim in claims(runs, numbers)]),
-        "## The default against the best other method",
-        "Of each cell, ours with its exact slots against the method that is best there, chosen after the fact. A score "
-        "is a mean over tasks (more is better), KL one over texts (less is better); differences are on equal prompts "
-        "or windows.",
-        _table(["what", "kept", "ours", "best other", "", "difference"], _duels(runs)),
+        "## Ours against the best other method",
+        "Of each cell, ours against the method that is best there, chosen after the fact; others with light layers, "
+        "which are ours, are left out. A score is a mean over tasks (more is better), KL one over texts (less is "
+        "better); differences are on equal prompts or windows.",
+        _table(["what", "kept", "method", "", "best other", "", "difference"], _duels(runs)),
     ]
     if runs:
         blocks += [f"![Quality against budget](results/{PLOT})"]
     for file in runs:
         blocks += [f"## {_title(file)}", *(_tasks(file) if file.tasks else _texts(file))]
+    if "layers" in numbers:
+        blocks += ["## What layers lose", *_layers(numbers["layers"])]
     if "similarity" in numbers:
         blocks += ["## Similarity of keys", *_similarity(numbers["similarity"])]
     if "cost" in numbers:
@@ -162,7 +168,11 @@ def _tasks(file: File) -> Iterator[str]:
             yield f"Not in the mean, since the full cache is below 70 % there: {', '.join(silent)}."
         cells = {(row.method, row.budget, row.task): row for row in own}
         table = [
-            [method, _kept(budget), *(_score(cells.get((method, budget, task)), task) for task in (MEAN, *tasks))]
+            [
+                _name(method),
+                _kept(budget),
+                *(_score(cells.get((method, budget, task)), task) for task in (MEAN, *tasks)),
+            ]
             for method, budget in dict.fromkeys((row.method, row.budget) for row in own)
         ]
         yield _table(["method", "kept", "mean", *tasks], table)
@@ -180,7 +190,7 @@ def _texts(file: File) -> Iterator[str]:
     cells = {(row.method, row.budget, row.text): row for row in rows}
     yield "KL to the full cache, in nats a token, and the perplexity of the real tokens."
     table = [
-        [method, _kept(budget), *(_kl(cells[method, budget, text]) for text in texts)]
+        [_name(method), _kept(budget), *(_kl(cells[method, budget, text]) for text in texts)]
         for method, budget in dict.fromkeys((row.method, row.budget) for row in rows)
     ]
     yield _table(["method", "kept", *("all texts" if text == MEAN else text for text in texts)], table)
@@ -188,8 +198,23 @@ def _texts(file: File) -> Iterator[str]:
     if long:
         parts = range(1, len(long[0].kl_parts) + 1)
         yield f"KL as the predictions go on, in {len(parts)} equal parts, for {_text_name(texts[-1])}:"
-        table = [[row.method, _kept(row.budget), *(f"{part:.3f}" for part in row.kl_parts)] for row in long]
+        table = [[_name(row.method), _kept(row.budget), *(f"{part:.3f}" for part in row.kl_parts)] for row in long]
         yield _table(["method", "kept", *map(str, parts)], table)
+
+
+def _name(method: str) -> str:
+    """A method without the numbers of its light layers, which `_legend` has."""
+    return LIGHT.sub("", method).rstrip(":") + (" + light layers" if LIGHT.search(method) else "")
+
+
+def _legend(files: Sequence[File]) -> Iterator[str]:
+    """What stands for the light layers of methods."""
+    methods = [each.method for file in files for each in (*file.tasks, *file.texts)]
+    for found in dict.fromkeys(match[0].rstrip(",") for method in methods if (match := LIGHT.search(method))):
+        yield (
+            f'"+ light layers" stands for `{found}`: the half of the layers that loses least gets that share of the '
+            "slots, and the others more, for the same bytes. They were measured on the texts for tuning."
+        )
 
 
 def _text_name(text: str) -> str:
@@ -207,6 +232,24 @@ def _similarity(found: dict[str, Any]) -> Iterator[str]:
     yield _table(["keys", *map(str, found["distances"])], table)
     table = [[name, *(f"{each:.1%}" for each in keys["shares"].values())] for name, keys in found["keys"].items()]
     yield _table(["keys", *next(iter(found["keys"].values()))["shares"]], table)
+
+
+def _layers(found: dict[str, Any]) -> Iterator[str]:
+    total, light = sum(loss["kl"] for loss in found["losses"]), set(found["light_layers"])
+    shares = {loss["layer"]: loss["kl"] / total for loss in found["losses"]}
+    worst = max(shares, key=shares.__getitem__)
+    yield (
+        f"{found['model']}: KL to the full cache where one layer alone keeps {found['share']:.0%} of "
+        f"{found['context'] - found['tokens']:,} tokens, over the next {found['tokens']}, "
+        f"{found['windows']} windows of each of {', '.join(found['texts'])}. Layer {worst} makes "
+        f"{shares[worst]:.0%} of the sum, and the {len(light)} layers that lose least (bold) "
+        f"{sum(shares[layer] for layer in light):.1%}."
+    )
+    rows = [[f"**{layer}**" if layer in light else str(layer), f"{share:.1%}"] for layer, share in shares.items()]
+    columns = 3
+    height = -(-len(rows) // columns)
+    table = [[cell for row in rows[i::height] for cell in row] for i in range(height)]
+    yield _table(["layer", "of the sum"] * columns, table)
 
 
 def _cost(found: dict[str, Any]) -> Iterator[str]:
@@ -268,16 +311,22 @@ class Duel(NamedTuple):
     half: float  # of its interval
 
 
+def _is_ours(method: str) -> bool:
+    """Whether this is what we would have people use: the default, with light layers or without."""
+    return method == OURS or (method.startswith(OURS) and bool(LIGHT.search(method)))
+
+
+def _is_other(method: str) -> bool:
+    """Whether nothing of a method is ours."""
+    return not (method.startswith((OURS, "csm")) or LIGHT.search(method))
+
+
 def _duels_on_tasks(outcomes: Sequence[Outcome], method: str) -> Iterator[Duel]:
     """A method against the best one that is not ours, of each length, protocol and budget, on the same prompts."""
     means = [row for row in summarise(outcomes) if row.task == MEAN]
     for mine in (row for row in means if row.method == method):
         cell = (mine.length, mine.protocol, mine.budget)
-        others = [
-            row
-            for row in means
-            if (row.length, row.protocol, row.budget) == cell and not row.method.startswith((OURS, "csm"))
-        ]
+        others = [row for row in means if (row.length, row.protocol, row.budget) == cell and _is_other(row.method)]
         if others:
             best = max(others, key=lambda row: row.score)
             yield Duel(mine, best, *difference(*(_by_prompt(outcomes, name, cell) for name in (method, best.method))))
@@ -285,11 +334,13 @@ def _duels_on_tasks(outcomes: Sequence[Outcome], method: str) -> Iterator[Duel]:
 
 def _duels(files: Sequence[File]) -> Iterator[list[str]]:
     for file in files:
-        for mine, best, gain, half in _duels_on_tasks(file.tasks, OURS):
+        methods = [*dict.fromkeys(each.method for each in (*file.tasks, *file.texts) if _is_ours(each.method))]
+        for mine, best, gain, half in (each for own in methods for each in _duels_on_tasks(file.tasks, own)):
             yield [
                 f"score, {_length(mine.length)}, question {mine.protocol}",
                 *(
                     _kept(mine.budget),
+                    _name(mine.method),
                     f"{mine.score:.2f}",
                     best.method,
                     f"{best.score:.2f}",
@@ -297,12 +348,11 @@ def _duels(files: Sequence[File]) -> Iterator[list[str]]:
                 ),
             ]
         rows = summarise_texts(file.texts)
-        for mine_text in (row for row in rows if row.text == rows[-1].text and row.method == OURS):
+        for mine_text in (row for row in rows if row.text == rows[-1].text and row.method in methods):
             others = [
                 row
                 for row in rows
-                if (row.text, row.budget) == (mine_text.text, mine_text.budget)
-                and not row.method.startswith((OURS, "csm"))
+                if (row.text, row.budget) == (mine_text.text, mine_text.budget) and _is_other(row.method)
             ]
             if others:
                 least = min(others, key=lambda row: row.kl)
@@ -317,7 +367,8 @@ def _duels(files: Sequence[File]) -> Iterator[list[str]]:
                 more, half = difference(*kls)
                 yield [
                     f"KL, {_text_name(mine_text.text)}",
-                    *(_kept(mine_text.budget), f"{mine_text.kl:.3f}", least.method, f"{least.kl:.3f}"),
+                    *(_kept(mine_text.budget), _name(mine_text.method), f"{mine_text.kl:.3f}"),
+                    *(least.method, f"{least.kl:.3f}"),
                     f"{more:+.3f} ± {half:.3f}",
                 ]
 
@@ -445,9 +496,9 @@ def draw(folder: Path = FOLDER) -> None:
             own_points = [point for point in points if point.method == method and isinstance(point.budget, float)]
             own_points.sort(key=lambda point: point.budget)
             shares = [100 * point.budget for point in own_points]
-            line = axes.plot(shares, [point.value for point in own_points], marker="o", label=method)
-            line[0].set_linewidth(2.5 if method == OURS else 1)
-            if method == OURS:  # those of the others are as wide, and would hide each other
+            line = axes.plot(shares, [point.value for point in own_points], marker="o", label=_name(method))
+            line[0].set_linewidth(2.5 if _is_ours(method) else 1)
+            if _is_ours(method):  # those of the others are as wide, and would hide each other
                 bounds = zip(*((point.low, point.high) for point in own_points), strict=True)
                 axes.fill_between(shares, *bounds, alpha=0.1)
         axes.set(xlabel="kept, %", ylabel=quantity, title=title)

@@ -460,7 +460,8 @@ def test_a_row_that_is_not_active_is_left_as_it_is(dtype: torch.dtype) -> None:
 def test_a_row_that_is_not_in_the_state_is_an_error(rows: list[int]) -> None:
     case = make_case((3, 8, 2), capacity=9)
     new = [part[: len(rows)] for part in (case.q, case.k, case.v)]
-    state = [getattr(case, name) for name in case.per_row[3:]]
+    known = (case.degree, case.queries, case.last_queries)
+    state = (case.keys, case.values, *known, case.fill, case.active, case.position)
     with pytest.raises(IndexError, match="must lie between 0 and 2"):
         cpu.decode_attention(*new, *state, 1, case.scale, rows=torch.tensor(rows))
 

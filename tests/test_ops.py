@@ -175,6 +175,7 @@ def test_opcheck(dtype: torch.dtype, dim: int, steps: int) -> None:
         others = CacheState.allocate(shape, 1, 2, CAPACITY)[8:]
         arguments = (k, v, *state[:8], *others, 1, group, *PLAN, torch.tensor([0, steps - 1]))
         torch.library.opcheck(append_, arguments)
+        torch.library.opcheck(append_, arguments, {"q": q, "scale": SCALE})
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("1", marks=needs_kernel), "0"], ids=["kernel", "pytorch"])
@@ -286,18 +287,21 @@ def test_a_batch_of_some_rows_of_a_state_has_the_bits_of_these_rows(schedule: Sc
     assert (state.position[[1, 3]] > state.fill[[1, 3]]).all(), "they were compacted"
 
 
+@pytest.mark.parametrize("group", ["main", "light"])
 @pytest.mark.parametrize("turns", [[20, 5], [100], [20, 60]], ids=str)
-def test_appending_with_queries_leaves_what_attention_leaves(turns: list[int]) -> None:
-    plan = dataclasses.astuple(EXACT)
-    ours, theirs = (empty_state(2, 8, torch.float32) for _ in range(2))
+def test_appending_with_queries_leaves_what_attention_leaves(turns: list[int], group: Group) -> None:
+    plan, theirs = dataclasses.astuple(EXACT), empty_state(2, 8, torch.float32)
+    heads = (KV_HEADS, HEADS // KV_HEADS)
+    shape = CacheShape(LAYERS, *heads, 8, torch.float32, torch.device("cpu"), light_layers=LAYERS)
+    ours = CacheState.allocate(shape, CAPACITY, 2, CAPACITY)
     for steps in turns:
         turn = random_turn(2, steps, 8, torch.float32, seed=steps)
         run_ops(theirs, turn, plan)
         for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
-            append_(k, v, *ours, layer, "main", *plan, q=q, scale=SCALE)
-        compact_(*ours.main, steps, *plan)
-    for name, left in ours._asdict().items():
-        assert torch.equal(left, getattr(theirs, name)), name
+            append_(k, v, *ours, layer, group, *plan, q=q, scale=SCALE)
+        compact_(*getattr(ours, group), steps, *plan)
+    for name, left, right in zip(CacheState._fields, getattr(ours, group), theirs.main, strict=False):
+        assert torch.equal(left, right), name
 
 
 def test_rows_are_for_one_new_token() -> None:

@@ -96,8 +96,25 @@ def test_the_default_stands_beside_the_best_other_method(results, tmp_path):
     kls = {"ours": [0.1, 0.2, 0.3], "tova": [0.2, 0.3, 0.4], "h2o": [0.5, 0.5, 0.5]}
     written(tmp_path, "texts.jsonl", [each for method, found in kls.items() for each in predicted(method, found)])
     page = " ".join(results.page(tmp_path).split())
-    assert "| score, 900 tokens, question after | 50 % | 0.90 | tova | 0.50 | +0.40 ± 0.00 |" in page
-    assert "| 50 % | 0.200 | tova | 0.300 | -0.100 ± 0.000 |" in page
+    assert "| score, 900 tokens, question after | 50 % | ours | 0.90 | tova | 0.50 | +0.40 ± 0.00 |" in page
+    assert "| 50 % | ours | 0.200 | tova | 0.300 | -0.100 ± 0.000 |" in page
+
+
+def test_light_layers_are_named_once_and_compared_as_ours(results, tmp_path):
+    light = "light_layers=0-4+9,light_share=0.35"
+    scores = {"ours": 0.6, f"ours:{light}": 0.9, "tova": 0.5, f"tova:{light}": 0.8}
+    asked_of = [each for method, score in scores.items() for each in asked("needle", method, 0.5, [score] * 30)]
+    written(tmp_path, "tasks.jsonl", asked("needle", "full", None, [1.0] * 30) + asked_of)
+    losses = [{"layer": layer, "kl": kl} for layer, kl in enumerate([0.1, 0.6, 0.2, 0.1])]
+    layers = {"losses": losses, "light_layers": [0, 3], "model": "tiny", "texts": ["a"]}
+    layers |= {"context": 100, "tokens": 10, "windows": 2, "share": 0.25}
+    (tmp_path / "layers.json").write_text(json.dumps(layers))
+    page = " ".join(results.page(tmp_path).split())
+    assert page.count(f'"+ light layers" stands for `{light}`') == page.count(light) == 1
+    assert "| 50 % | ours + light layers | 0.90 | tova | 0.50 | +0.40 ± 0.00 |" in page
+    assert "| 50 % | ours | 0.60 | tova | 0.50 | +0.10 ± 0.00 |" in page
+    assert "| tova + light layers | 50 %" in page
+    assert "Layer 1 makes 60% of the sum, and the 2 layers that lose least (bold) 20.0%." in page
 
 
 def test_claims_on_strings_memory_and_partitions(results, tmp_path):

@@ -135,8 +135,8 @@ def decode_attention(
         softcap: scores become softcap * tanh(score / softcap) before the degree enters; 0 leaves them.
         sinks: [H] in the dtype of q: a logit of each query head that takes part in its softmax and has no value.
         rows: int64 [B]: the row of the state that each row of the batch is of, read on the device; keys, values,
-            degree, queries, fill and active may then have more rows. No two active ones are the same. None: row b is of
-            row b.
+            degree, queries, last_queries, fill, active and position may then have more rows. No two active ones are
+            the same. None: row b is of row b.
 
     Returns:
         The attention output [B, H, 1, D] in the dtype of q, laid out as [B, 1, H, D].
@@ -221,8 +221,7 @@ def _decode(
         q, k, v, keys, values, out if degree is None else degree, out if queries is None else queries,
         out if last_queries is None else last_queries, fill.contiguous(), active.contiguous(),
         fill if position is None else position.contiguous(), fill if rows is None else rows.contiguous(),
-        out if sinks is None else sinks.contiguous(),
-        out, partial, lse,
+        out if sinks is None else sinks.contiguous(), out, partial, lse,
         *_in_base_2(scale, softcap), scale, layer, layers, kv_heads, group, capacity, parts,
         q.stride(0) // dim, q.stride(1) // dim,
         k.stride(0) // dim, k.stride(1) // dim,
@@ -430,7 +429,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             scaled = q.to(tl.float32) * query_scale  # 0 in the rows of the tile behind the group
             _take_into_mean(queries_ptr + row * 2 * HEAD_DIM + d, tl.sum(scaled, axis=0) / group, in_d)
             _take_into_mean(queries_ptr + (row * 2 + 1) * HEAD_DIM + d, tl.sum(scaled * scaled, axis=0) / group, in_d)
-            newest = (row * _LAST + tl.load(position_ptr + b) % _LAST) * group + g
+            newest = (row * _LAST + tl.load(position_ptr + state) % _LAST) * group + g
             scaled = scaled.to(last_queries_ptr.dtype.element_ty)
             tl.store(last_queries_ptr + newest[:, None] * HEAD_DIM + d[None, :], scaled, mask=in_gd)
 

@@ -199,27 +199,28 @@ def exchange(
             f"queries must be contiguous float32 of {(batch, layers, heads, 2, dim)}, "
             f"got {queries.dtype} of {tuple(queries.shape)}"
         )
-    states, batch = batch, batch if rows is None else len(rows)
-    group, expected = last_queries.shape[-2], (states, layers, heads, LAST, last_queries.shape[-2], dim)
+    group, expected = last_queries.shape[-2], (batch, layers, heads, LAST, last_queries.shape[-2], dim)
     if last_queries.shape != expected or last_queries.dtype != keys.dtype or not last_queries.is_contiguous():
         raise ValueError(
-            f"last_queries must be contiguous {keys.dtype} of {(states, layers, heads, LAST, 'G', dim)}, "
+            f"last_queries must be contiguous {keys.dtype} of {(batch, layers, heads, LAST, 'G', dim)}, "
             f"got {last_queries.dtype} of {tuple(last_queries.shape)}"
         )
+    batch = batch if rows is None else len(rows)
     heads_of_row, middle = layers * heads, slots - schedule.n_sink - schedule.n_recent
     scores = torch.empty(batch * heads_of_row, 4, middle, dtype=torch.float32, device=keys.device)
     lse = torch.empty(batch * heads_of_row, LAST * group, dtype=torch.float32, device=keys.device)
     rank, plan = torch.empty(2, batch * heads_of_row, middle, dtype=torch.int32, device=keys.device)
+    states = fill if rows is None else rows  # either would do where it is not read
     blocks = attend_blocks(keys.element_size())
     launch(_attend_kernel, _grid(heads_of_row, True, keys.device))(
-        keys, degree, last_queries, lse, scores, fill, active, fill if rows is None else rows,
+        keys, degree, last_queries, lse, scores, fill, active, states,
         batch, heads_of_row, slots, schedule.n_sink, middle, LAST * group,
         HEAD_DIM=dim, BLOCK_Q=_QUERIES, BLOCK_N=blocks.pairs, BLOCK_D=blocks.d, ROWS=rows is not None,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
     blocks = exchange_blocks(dim)
     launch(_exchange_kernel, _grid(heads_of_row, True, keys.device))(
-        keys, values, degree, queries, scores, rank, plan, fill, active, fill if rows is None else rows,
+        keys, values, degree, queries, scores, rank, plan, fill, active, states,
         batch, heads_of_row, slots, schedule.n_sink, schedule.n_exact, attended_slots(schedule.n_exact), middle,
         HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_N=blocks.pairs, BLOCK=_SCORES, ROWS=rows is not None,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
@@ -969,8 +970,8 @@ def _builds(dtype: torch.dtype, dim: int, chunk_size: int) -> Iterator[Build]:
 
 def _attend_build(dtype: torch.dtype, dim: int) -> Build:
     blocks = attend_blocks(dtype.itemsize)
-    pointers = dict.fromkeys(("keys_ptr", "queries_ptr"), POINTERS[dtype])
-    pointers |= {"fill_ptr": "*i64", "active_ptr": "*i1", "rows_ptr": "*i64"}
+    pointers = dict.fromkeys(("keys_ptr", "queries_ptr"), POINTERS[dtype]) | {"fill_ptr": "*i64", "active_ptr": "*i1"}
+    pointers |= {"rows_ptr": "*i64"}
     return Build(
         f"attend-{POINTERS[dtype][1:]}-D{dim}",
         _attend_kernel,

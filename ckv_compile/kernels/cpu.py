@@ -91,8 +91,9 @@ def decode_attention(
         softcap: scores become softcap * tanh(score / softcap) before the degree enters; 0 leaves them.
         sinks: [H], in the dtype of q: a logit of each query head, not scaled, that takes part in the softmax and
             has no value.
-        rows: int64 [B]: the row of the state that each row of the batch is of; keys, values, degree, queries, fill and
-            active may then have more rows. No two active ones are the same. None: row b is of row b.
+        rows: int64 [B]: the row of the state that each row of the batch is of; keys, values, degree, queries,
+            last_queries, fill, active and position may then have more rows. No two active ones are the same. None: row
+            b is of row b.
 
     Returns:
         The attention output [B, H, 1, D], in the dtype of q.

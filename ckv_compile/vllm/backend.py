@@ -94,7 +94,10 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention)
-        if others := sorted(set(layers) - set(layer_names)):
+        first = layers[layer_names[0]]
+        if others := sorted(
+            name for name, each in layers.items() if name not in layer_names or each.num_heads != first.num_heads
+        ):
             raise UnsupportedModelError(
                 f"layers of this model differ in what they keep ({layer_names[0]} and {others[0]}): serve a model "
                 f"whose layers are alike, or take {KEY!r} out of additional_config"
@@ -111,7 +114,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         self._plans: dict[Group, tuple[int | float, ...]] = {"main": dataclasses.astuple(plans.main.schedule)}
         if config.light_layers:
             self._plans["light"] = dataclasses.astuple(plans.light.schedule)
-        self._attention = layers[layer_names[0]]
+        self._attention = first
         self._state: CacheState | None = None  # until vLLM has allocated its memory
         longest = max(
             vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -213,7 +216,7 @@ class StateAttention(AttentionImpl[StateMetadata]):
         assert config is not None
         kind = AttentionType(attn_type)
         asked = (alibi_slopes, sliding_window, kind, kv_sharing_target_layer_name, others)
-        check(engine, config, Layer(num_heads, head_size, self.num_kv_heads, kv_cache_dtype, *asked))
+        check(engine, config, Layer(head_size, self.num_kv_heads, kv_cache_dtype, *asked))
         self._causal: CPUAttentionBackendImpl | None = None
         if _has_causal_kernel(torch.device(engine.device_config.device_type), head_size):
             heads = (num_heads, head_size, scale, self.num_kv_heads)

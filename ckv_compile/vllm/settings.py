@@ -28,7 +28,6 @@ _OF_VLLM = {
 class Layer(NamedTuple):
     """What a model asks of its attention in one layer, as vLLM hands it to an implementation."""
 
-    heads: int
     head_size: int
     kv_heads: int
     kv_cache_dtype: str
@@ -144,8 +143,8 @@ def _of_layer(engine: VllmConfig, config: CKVConfig, layer: Layer) -> list[str]:
         (bool(others), f"attention with {', '.join(others)}: serve a model without"),
     ]
     reasons = [reason for holds, reason in found if holds]
-    heads, device = (layer.kv_heads, layer.heads // layer.kv_heads), torch.device(engine.device_config.device_type)
-    shape = CacheShape(1, *heads, layer.head_size, dtype, device)
+    device = torch.device(engine.device_config.device_type)
+    shape = CacheShape(1, layer.kv_heads, 1, layer.head_size, dtype, device)  # any number of query heads is served
     try:
         check_kernels(shape, config.schedule)
     except ConfigError as error:

@@ -96,7 +96,7 @@ def test_what_a_layer_asks_for_and_is_not_served(folder: str, change: dict[str, 
 
 
 def test_all_reasons_are_in_one_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = asking(folder, SMALL)
+    config = asking(folder, SMALL | {"light_layers": [0, 2]})
     config.speculative_config = config.kv_transfer_config = SimpleNamespace()
     config.parallel_config.decode_context_parallel_size = 2
     config.parallel_config.prefill_context_parallel_size = 2
@@ -104,6 +104,7 @@ def test_all_reasons_are_in_one_error(folder: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     found = reasons(config, PLAIN._replace(sliding_window=64, alibi_slopes=[0.5]))
     starts = [
+        "light_layers=[0, 2], whose states are smaller",
         "vLLM 0.33.0: install vllm",
         "speculative decoding",
         "a KV connector",
