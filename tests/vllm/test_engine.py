@@ -94,7 +94,11 @@ def test_preempted_requests_begin_again(folder: str, prompts: list[Tokens], stoc
     assert preemptions == [True] * 4
 
 
-@pytest.mark.parametrize("options", [SMALL, SMALL | {"exact": 0.0}], ids=["exact", "centroids"])
+@pytest.mark.parametrize(
+    "options",
+    [SMALL, SMALL | {"exact": 0.0}, SMALL | {"budget": 96, "light_layers": [0, 2], "light_share": 0.6}],
+    ids=["exact", "centroids", "light-layers"],
+)
 def test_requests_together_have_the_tokens_of_each_alone_and_of_transform(
     folder: str, prompts: list[Tokens], stock: list[Tokens], options: dict[str, Any]
 ) -> None:

@@ -19,7 +19,7 @@ from ckv_compile.errors import ConfigError, UnsupportedModelError
 from ckv_compile.vllm import settings
 from ckv_compile.vllm.settings import Layer
 
-PLAIN = Layer(6, 32, 2, "auto", None, None, AttentionType.DECODER, None, {})
+PLAIN = Layer(32, 2, "auto", None, None, AttentionType.DECODER, None, {})
 SMALL = {"budget": 64, "interval": 16}
 
 
@@ -100,18 +100,23 @@ def test_all_reasons_are_in_one_error(folder: str, monkeypatch: pytest.MonkeyPat
     config.speculative_config = config.kv_transfer_config = SimpleNamespace()
     config.parallel_config.decode_context_parallel_size = 2
     config.parallel_config.prefill_context_parallel_size = 2
+    config.parallel_config.pipeline_parallel_size = 2
     config.parallel_config.ubatch_size = 2
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     found = reasons(config, PLAIN._replace(sliding_window=64, alibi_slopes=[0.5]))
     starts = [
-        "light_layers=[0, 2], whose states are smaller",
         "vLLM 0.33.0: install vllm",
         "speculative decoding",
         "a KV connector",
         "decode_context",
         "prefill_context",
     ]
-    starts += ["two batches that overlap", "a sliding window", "ALiBi"]
+    starts += [
+        "light_layers=[0, 2], which are counted over all layers",
+        "two batches that overlap",
+        "a sliding window",
+        "ALiBi",
+    ]
     assert len(found) == len(starts)
     assert all(reason.startswith(start) for reason, start in zip(found, starts, strict=True)), found
 
