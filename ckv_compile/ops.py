@@ -6,10 +6,12 @@
 their running means and among the last ones, and attends;
 `ckv::window_attention` does so for a layer with a sliding window, whose last tokens are kept exactly; `ckv::compact_`
 closes the step for all layers of a group. These three change the tensors of `CacheState` in place, and their schemas
-say so; so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself.
+say so; so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself; it takes in the
+queries if it is told them.
 
 Batch row b of every argument belongs to batch row b of the state; a row that is not active is left as it is. Of several
-new tokens, the first `padding[b]` of a row are skipped.
+new tokens, the first `padding[b]` of a row are skipped. A batch of one new token a row may be of any rows of a larger
+state: `rows` [B] names them, no active one twice.
 
 All attend by softmax(cap(q.k * scale) + log degree), where cap(s) = softcap * tanh(s / softcap) unless softcap is 0.
 `sinks` [H] are learned logits that take part in the softmax of a head and have no value.
@@ -47,7 +49,7 @@ _library.define(
 _library.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, "
     "Tensor(d!) queries, Tensor(e!) last_queries, Tensor fill, Tensor active, Tensor position, int layer, float scale, "
-    f"Tensor? sinks, float softcap, {_PLAN}, Tensor? padding=None) -> Tensor",
+    f"Tensor? sinks, float softcap, {_PLAN}, Tensor? padding=None, Tensor? rows=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -57,7 +59,8 @@ _library.define(
 )
 _library.define(
     "compact_(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor queries, Tensor last_queries, "
-    f"Tensor(d!) fill, Tensor active, Tensor(e!)? position, SymInt tokens, {_PLAN}, Tensor? padding=None) -> ()",
+    f"Tensor(d!) fill, Tensor active, Tensor(e!)? position, SymInt tokens, {_PLAN}, Tensor? padding=None, "
+    "Tensor? rows=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -68,11 +71,11 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor queries, "
-    "Tensor last_queries, Tensor fill, Tensor active, Tensor position, Tensor(d!) window_keys, "
-    "Tensor(e!) window_values, Tensor(f!) light_keys, Tensor(g!) light_values, Tensor(h!) light_degree, "
-    f"Tensor light_queries, Tensor light_last_queries, Tensor light_fill, int layer, str group, {_PLAN}, "
-    "Tensor? padding=None) -> ()",
+    "append_(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) degree, Tensor(d!) queries, "
+    "Tensor(e!) last_queries, Tensor fill, Tensor active, Tensor position, Tensor(f!) window_keys, "
+    "Tensor(g!) window_values, Tensor(h!) light_keys, Tensor(i!) light_values, Tensor(j!) light_degree, "
+    f"Tensor(k!) light_queries, Tensor(l!) light_last_queries, Tensor light_fill, int layer, str group, {_PLAN}, "
+    "Tensor? padding=None, Tensor? q=None, float scale=1.0) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -144,10 +147,12 @@ def _cached_attention(
     r_min: float,
     n_exact: int = 0,
     padding: Tensor | None = None,  # [B]
+    rows: Tensor | None = None,  # [B]
 ) -> Tensor:
     if q.shape[2] == 1:
         state = (keys, values, degree, queries, last_queries, fill, active, position)
-        return _decode(q, k, v, *state, layer, scale, softcap, sinks)
+        return _decode(q, k, v, *state, layer, scale, softcap, sinks, rows)
+    _check_rows(rows, q.shape[2])
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     out, seen = _empty_output(q), position.tolist()
     for b, used, skip in _rows(fill, active, padding, q.shape[2]):
@@ -235,6 +240,8 @@ def _append_(
     r_min: float,
     n_exact: int = 0,
     padding: Tensor | None = None,  # [B]
+    q: Tensor | None = None,  # [B, H, S, D]
+    scale: float = 1.0,
 ) -> None:
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     counts = {"main": fill, "light": light_fill, "window": position}[group]
@@ -248,6 +255,8 @@ def _append_(
             main = (keys, values, degree, queries, last_queries)
             light = (light_keys, light_values, light_degree, light_queries, light_last_queries)
             slots = [part[b, layer] for part in (light if group == "light" else main)]
+            if q is not None:
+                clustering.observe_(slots[3], slots[4], q[b, :, skip:], scale, int(position[b]))
             _append(*new, slots[0], slots[1], slots[2], slots[3], slots[4], count, schedule)
 
 
@@ -260,6 +269,11 @@ def _rows(counts: Tensor, active: Tensor, padding: Tensor | None, steps: int) ->
     skips = [0] * len(counts) if padding is None else padding.tolist()
     for b, (count, takes_tokens, skip) in enumerate(zip(counts.tolist(), active.tolist(), skips, strict=True)):
         yield b, count, skip if takes_tokens else steps
+
+
+def _check_rows(rows: Tensor | None, steps: int) -> None:
+    if rows is not None and steps != 1:
+        raise ValueError(f"{steps} tokens a row, and rows of a larger state: pass the state of these rows instead")
 
 
 def _empty_output(q: Tensor) -> Tensor:
@@ -301,10 +315,11 @@ def _decode(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """One new token per row. With nothing but keys and values the slots are a ring: `fill` counts the tokens seen."""
     state = (keys, values, degree, queries, last_queries, fill, active, position)
-    arguments = (q, k, v, *state, layer, scale, softcap, sinks)
+    arguments = (q, k, v, *state, layer, scale, softcap, sinks, rows)
     if _has_triton(q.device):
         from ckv_compile.kernels import attention  # Triton is there where CUDA is
 
@@ -330,28 +345,32 @@ def _decode_attention(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """`_decode` in PyTorch: the form that the C++ kernel is tested against and falls back to."""
     heads, dim, kv_heads, capacity = q.shape[1], q.shape[3], k.shape[1], keys.shape[3]
     out = _empty_output(q)
-    rows = [(b, used) for b, (used, takes) in enumerate(zip(fill.tolist(), active.tolist(), strict=True)) if takes]
-    for b, used in rows:
+    fills, takes = fill.tolist(), active.tolist()
+    states = range(len(fills)) if rows is None else rows.tolist()
+    taking = [(b, state, fills[state]) for b, state in enumerate(states) if takes[state]]
+    for _, state, used in taking:
         if degree is not None and used >= capacity:
-            raise RuntimeError(f"the cache of batch row {b} is full: {used} of {capacity} slots are in use")
-    if len(rows) < q.shape[0]:
+            raise RuntimeError(f"the cache of batch row {state} is full: {used} of {capacity} slots are in use")
+    if len(taking) < q.shape[0]:
         out.zero_()
-    for b, used in rows:
+    for b, state, used in taking:
         slot, taken = used % capacity, slice(0, min(used + 1, capacity))
-        keys[b, layer, :, slot] = k[b, :, 0]
-        values[b, layer, :, slot] = v[b, :, 0]
+        keys[state, layer, :, slot] = k[b, :, 0]
+        values[state, layer, :, slot] = v[b, :, 0]
         # The G query heads of a KV head stand side by side as rows of one query, so K and V are read once.
         grouped = q[b].reshape(kv_heads, heads // kv_heads, dim)
         bias = q.new_zeros(kv_heads, 1, taken.stop, dtype=accumulator_dtype(q.dtype))
         if degree is not None and queries is not None and last_queries is not None and position is not None:
-            clustering.observe_(queries[b, layer], last_queries[b, layer], q[b], scale, int(position[b]))
-            degree[b, layer, :, slot] = 1.0
-            bias[:, 0] = degree[b, layer, :, taken].to(bias.dtype).log()
-        old_keys, old_values = keys[b, layer, :, taken], values[b, layer, :, taken]
+            known = (queries[state, layer], last_queries[state, layer])
+            clustering.observe_(*known, q[b], scale, int(position[state]))
+            degree[state, layer, :, slot] = 1.0
+            bias[:, 0] = degree[state, layer, :, taken].to(bias.dtype).log()
+        old_keys, old_values = keys[state, layer, :, taken], values[state, layer, :, taken]
         if sinks is None and not softcap:
             attended = F.scaled_dot_product_attention(
                 grouped[None], old_keys[None], old_values[None], bias[None], scale=scale
@@ -524,7 +543,9 @@ def _compact(
     r_min: float,
     n_exact: int = 0,
     padding: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
+    _check_rows(rows, tokens)
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
     capacity = keys.shape[3]
     layers = keys.shape[1]
@@ -533,9 +554,11 @@ def _compact(
 
         # The kernel counts both; where another group counts the position, it counts one that nobody reads.
         seen = torch.empty_like(fill) if position is None else position
-        compaction.compact(keys, values, degree, queries, last_queries, fill, seen, active, schedule)
+        compaction.compact(keys, values, degree, queries, last_queries, fill, seen, active, schedule, rows)
         return
     taken = (tokens if padding is None else tokens - padding) * active
+    if rows is not None:
+        taken = torch.zeros_like(taken).index_copy_(0, rows, taken[rows])
     total = fill + taken
     if tokens == 1 and layers:  # after several tokens the layers have compressed themselves
         for b in (total == capacity).nonzero().flatten().tolist():

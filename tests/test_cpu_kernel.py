@@ -456,6 +456,17 @@ def test_a_row_that_is_not_active_is_left_as_it_is(dtype: torch.dtype) -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("rows", [[3], [-1, 0]], ids=str)
+def test_a_row_that_is_not_in_the_state_is_an_error(rows: list[int]) -> None:
+    case = make_case((3, 8, 2), capacity=9)
+    new = [part[: len(rows)] for part in (case.q, case.k, case.v)]
+    known = (case.degree, case.queries, case.last_queries)
+    state = (case.keys, case.values, *known, case.fill, case.active, case.position)
+    with pytest.raises(IndexError, match="must lie between 0 and 2"):
+        cpu.decode_attention(*new, *state, 1, case.scale, rows=torch.tensor(rows))
+
+
+@needs_kernel
 def test_what_does_not_fit_together_is_refused() -> None:
     case = make_case((3,), capacity=8)
     with pytest.raises(ValueError, match="cannot serve layer 2"):

@@ -175,6 +175,7 @@ def test_opcheck(dtype: torch.dtype, dim: int, steps: int) -> None:
         others = CacheState.allocate(shape, 1, 2, CAPACITY)[8:]
         arguments = (k, v, *state[:8], *others, 1, group, *PLAN, torch.tensor([0, steps - 1]))
         torch.library.opcheck(append_, arguments)
+        torch.library.opcheck(append_, arguments, {"q": q, "scale": SCALE})
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("1", marks=needs_kernel), "0"], ids=["kernel", "pytorch"])
@@ -260,6 +261,53 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     for b in range(3):
         for whole, single in zip(together.row(b), alone[b], strict=True):
             assert torch.equal(whole, single)
+
+
+@pytest.mark.parametrize("dim", [8, 5], ids=["kernel-shape", "odd-head-dim"])
+@pytest.mark.parametrize("schedule", [SCHEDULE, EXACT], ids=["centroids", "exact"])
+def test_a_batch_of_some_rows_of_a_state_has_the_bits_of_these_rows(schedule: Schedule, dim: int) -> None:
+    """Rows 3, 0 and 1 of five, in this order and in two batches; row 0 is not active and is named twice."""
+    state, plan = empty_state(5, dim, torch.float32), dataclasses.astuple(schedule)
+    state.active[0] = False
+    for b, prompt in ((1, 9), (2, 45), (3, 30)):
+        run_ops(state.row(b), random_turn(1, prompt, dim, torch.float32, seed=prompt), plan)
+    other = CacheState(*(part.clone() for part in state))
+    for step in range(40):
+        taking = torch.tensor([3, 0, 1, 0] if step % 3 else [1])
+        turn = random_turn(len(taking), 1, dim, torch.float32, seed=step)
+        out = []
+        for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
+            out.append(cached_attention(q, k, v, *state.main, layer, SCALE, None, 0.0, *plan, rows=taking))
+        compact_(*state.main, 1, *plan, rows=taking)
+        for i, b in enumerate(taking.tolist()):
+            assert torch.equal(torch.stack(out)[:, i : i + 1], run_ops(other.row(b), turn.row(i), plan))
+        for ours, theirs in zip(state, other, strict=True):
+            assert torch.equal(ours, theirs)
+    assert state.fill.tolist()[::2] == [0, 24, 0]
+    assert (state.position[[1, 3]] > state.fill[[1, 3]]).all(), "they were compacted"
+
+
+@pytest.mark.parametrize("group", ["main", "light"])
+@pytest.mark.parametrize("turns", [[20, 5], [100], [20, 60]], ids=str)
+def test_appending_with_queries_leaves_what_attention_leaves(turns: list[int], group: Group) -> None:
+    plan, theirs = dataclasses.astuple(EXACT), empty_state(2, 8, torch.float32)
+    heads = (KV_HEADS, HEADS // KV_HEADS)
+    shape = CacheShape(LAYERS, *heads, 8, torch.float32, torch.device("cpu"), light_layers=LAYERS)
+    ours = CacheState.allocate(shape, CAPACITY, 2, CAPACITY)
+    for steps in turns:
+        turn = random_turn(2, steps, 8, torch.float32, seed=steps)
+        run_ops(theirs, turn, plan)
+        for layer, (q, k, v) in enumerate(zip(*turn, strict=True)):
+            append_(k, v, *ours, layer, group, *plan, q=q, scale=SCALE)
+        compact_(*getattr(ours, group), steps, *plan)
+    for name, left, right in zip(CacheState._fields, getattr(ours, group), theirs.main, strict=False):
+        assert torch.equal(left, right), name
+
+
+def test_rows_are_for_one_new_token() -> None:
+    turn, state = random_turn(1, 2, 8, torch.float32, seed=0), empty_state(3, 8, torch.float32)
+    with pytest.raises(ValueError, match="2 tokens a row, and rows of a larger state"):
+        cached_attention(*(part[0] for part in turn), *state.main, 0, SCALE, None, 0.0, *PLAN, rows=torch.tensor([1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

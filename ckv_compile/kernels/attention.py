@@ -29,7 +29,7 @@ MAX_HEAD_DIM = 256
 MIN_SPLIT = 128
 """Least slots of a split: fewer cost more to combine than they save."""
 
-_KNOWN = {"fill_ptr": "*i64", "position_ptr": "*i64", "active_ptr": "*i1"}
+_KNOWN = {"fill_ptr": "*i64", "position_ptr": "*i64", "active_ptr": "*i1", "rows_ptr": "*i64"}
 _KNOWN |= dict.fromkeys(("scale", "softcap", "query_scale"), "fp32")
 """Types of arguments."""
 
@@ -105,6 +105,7 @@ def decode_attention(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Appends one token to every active row of one layer, and attends over all slots used so far.
 
@@ -133,6 +134,9 @@ def decode_attention(
         scale: factor of the scores.
         softcap: scores become softcap * tanh(score / softcap) before the degree enters; 0 leaves them.
         sinks: [H] in the dtype of q: a logit of each query head that takes part in its softmax and has no value.
+        rows: int64 [B]: the row of the state that each row of the batch is of, read on the device; keys, values,
+            degree, queries, last_queries, fill, active and position may then have more rows. No two active ones are
+            the same. None: row b is of row b.
 
     Returns:
         The attention output [B, H, 1, D] in the dtype of q, laid out as [B, 1, H, D].
@@ -140,25 +144,27 @@ def decode_attention(
     Raises:
         ValueError: if shapes, dtypes or memory layouts do not fit together.
     """
-    batch, layers, kv_heads, capacity, dim = cache_shape = keys.shape
+    states, layers, kv_heads, capacity, dim = cache_shape = keys.shape
+    batch = states if rows is None else len(rows)
     heads, new_shape = q.shape[1], (batch, kv_heads, 1, dim)
-    last_shape = (batch, layers, kv_heads, LAST, heads // kv_heads, dim)
+    last_shape = (states, layers, kv_heads, LAST, heads // kv_heads, dim)
     if not (
         values.shape == cache_shape
         and (degree is None or degree.shape == cache_shape[:4])
-        and (queries is None or queries.shape == (batch, layers, kv_heads, 2, dim))
+        and (queries is None or queries.shape == (states, layers, kv_heads, 2, dim))
         and (last_queries is None or last_queries.shape == last_shape)
         and q.shape == (batch, heads, 1, dim)
         and k.shape == v.shape == new_shape
-        and fill.shape == active.shape == (batch,)
-        and (position is None or position.shape == (batch,))
+        and fill.shape == active.shape == (states,)
+        and (position is None or position.shape == (states,))
+        and (rows is None or (rows.shape, rows.dtype) == ((batch,), torch.int64))
         and heads % kv_heads == dim % 8 == 0
         and dim <= MAX_HEAD_DIM
         and 0 <= layer < layers
     ):
-        tensors = (q, k, v, keys, values, degree, queries, last_queries, fill, active, position)
+        tensors = (q, k, v, keys, values, degree, queries, last_queries, fill, active, position, rows)
         shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
-        names = "q, k, v, keys, values, degree, queries, last_queries, fill, active, position"
+        names = "q, k, v, keys, values, degree, queries, last_queries, fill, active, position, rows"
         raise ValueError(f"cannot serve layer {layer} with {names} of {shapes}")
     if len({part is None for part in (degree, queries, last_queries, position)}) > 1:
         raise ValueError("degree, queries, last_queries, position must all be given, or for a ring none")
@@ -178,7 +184,7 @@ def decode_attention(
     _check_scores(q, heads, softcap, sinks)
     parts = splits(batch * kv_heads, capacity, multiprocessors(q.device))
     state = (keys, values, degree, queries, last_queries, fill, active, position)
-    return _decode(q, k, v, *state, layer, scale, softcap, sinks, parts)
+    return _decode(q, k, v, *state, layer, scale, softcap, sinks, parts, rows)
 
 
 def _decode(
@@ -198,10 +204,11 @@ def _decode(
     softcap: float,
     sinks: Tensor | None,
     parts: int,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Launch `decode_attention` with the slots of a KV head cut into `parts`."""
-    batch, layers, kv_heads, capacity, dim = keys.shape
-    heads = q.shape[1]
+    _, layers, kv_heads, capacity, dim = keys.shape
+    batch, heads = q.shape[:2]
     group = heads // kv_heads
     q, k, v = _in_rows(q), _in_rows(k), _in_rows(v)
     out = q.new_empty(batch, 1, heads, dim)
@@ -213,14 +220,14 @@ def _decode(
     launch(_decode_kernel, (batch * kv_heads, parts))(
         q, k, v, keys, values, out if degree is None else degree, out if queries is None else queries,
         out if last_queries is None else last_queries, fill.contiguous(), active.contiguous(),
-        fill if position is None else position.contiguous(), out if sinks is None else sinks.contiguous(),
-        out, partial, lse,
+        fill if position is None else position.contiguous(), fill if rows is None else rows.contiguous(),
+        out if sinks is None else sinks.contiguous(), out, partial, lse,
         *_in_base_2(scale, softcap), scale, layer, layers, kv_heads, group, capacity, parts,
         q.stride(0) // dim, q.stride(1) // dim,
         k.stride(0) // dim, k.stride(1) // dim,
         v.stride(0) // dim, v.stride(1) // dim,
         HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_G=max(blocks.m, triton.next_power_of_2(group)), BLOCK_N=blocks.n,
-        RING=degree is None, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, SPLIT=parts > 1,
+        RING=degree is None, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, SPLIT=parts > 1, ROWS=rows is not None,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
     if parts > 1:
@@ -368,18 +375,18 @@ def _take_into_mean(mean_ptr, new, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
-        "degree_ptr", "queries_ptr", "fill_ptr", "active_ptr", "position_ptr", "sinks_ptr",
+        "degree_ptr", "queries_ptr", "fill_ptr", "active_ptr", "position_ptr", "rows_ptr", "sinks_ptr",
         "layer", "layers", "kv_heads", "group", "capacity", "splits",
         "q_row", "q_head", "k_row", "k_head", "v_row", "v_head",
     ]
 )  # fmt: skip
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, degree_ptr, queries_ptr, last_queries_ptr,
-    fill_ptr, active_ptr, position_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
+    fill_ptr, active_ptr, position_ptr, rows_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
     scale, softcap, query_scale, layer, layers, kv_heads, group, capacity, splits,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    RING: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    RING: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program serves one split of one KV head of one batch row. Strides count rows of HEAD_DIM elements.
 
@@ -393,11 +400,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     d, g, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
     in_d, in_g = d < HEAD_DIM, (g < group)[:, None]
     in_gd = in_g if BLOCK_D == HEAD_DIM else in_g & in_d[None, :]
-    row = (b * layers + layer) * kv_heads + kv_head
+    state = tl.load(rows_ptr + b) if ROWS else b
+    row = (state * layers + layer) * kv_heads + kv_head
     first_slot = row * capacity
 
-    live = tl.load(active_ptr + b).to(tl.int32) != 0  # the interpreter loads a bool as a byte, which is no mask
-    tokens = tl.load(fill_ptr + b)
+    live = tl.load(active_ptr + state).to(tl.int32) != 0  # the interpreter loads a bool as a byte, which is no mask
+    tokens = tl.load(fill_ptr + state)
     fill = tl.minimum(tokens, capacity).to(tl.int32)
     used = tl.where(live, fill, 0)
     share = tl.cdiv(tl.cdiv(used, BLOCK_N), splits) * BLOCK_N
@@ -421,7 +429,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             scaled = q.to(tl.float32) * query_scale  # 0 in the rows of the tile behind the group
             _take_into_mean(queries_ptr + row * 2 * HEAD_DIM + d, tl.sum(scaled, axis=0) / group, in_d)
             _take_into_mean(queries_ptr + (row * 2 + 1) * HEAD_DIM + d, tl.sum(scaled * scaled, axis=0) / group, in_d)
-            newest = (row * _LAST + tl.load(position_ptr + b) % _LAST) * group + g
+            newest = (row * _LAST + tl.load(position_ptr + state) % _LAST) * group + g
             scaled = scaled.to(last_queries_ptr.dtype.element_ty)
             tl.store(last_queries_ptr + newest[:, None] * HEAD_DIM + d[None, :], scaled, mask=in_gd)
 
@@ -625,7 +633,7 @@ def _builds(dtype: torch.dtype, dim: int) -> Iterator[Build]:
                 f"decode{'-split' if split else ''}{variant.suffix}-{name}",
                 _decode_kernel,
                 signature(_decode_kernel, known | (scratch if split else {}), pointer),
-                head | {"BLOCK_G": decode.m, "BLOCK_N": decode.n, "SPLIT": split} | flags,
+                head | {"BLOCK_G": decode.m, "BLOCK_N": decode.n, "SPLIT": split, "ROWS": False} | flags,
                 decode.num_warps,
                 decode.num_stages,
             )

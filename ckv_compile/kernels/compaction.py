@@ -49,6 +49,7 @@ _NEVER, _ALWAYS = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # below and a
 _END = tl.constexpr(2**30)  # above the key of every member
 _QUERIES = 32  # of a tile of the attend kernel: those of four heads
 _SCORES = 512  # that the exchange kernel reads at once: more, each with its neighbours, spill
+_ROWS_AT_ONCE = 8  # of many: their scratch is what takes memory, and hardly a row of them is due at a time
 _PROGRAMS = 4  # per multiprocessor: what it holds at once of these kernels
 
 
@@ -121,6 +122,7 @@ def compact(
     position: Tensor,
     active: Tensor,
     schedule: Schedule,
+    rows: Tensor | None = None,
 ) -> None:
     """Closes one decode step of all layers, in place: advances the counters, and compacts the rows that are full.
 
@@ -140,26 +142,32 @@ def compact(
         position: [B] int64, contiguous: tokens seen.
         active: [B] bool, contiguous; the slots and counters of the other rows stay as they are.
         schedule: the budget, what is protected, how many slots are exact, and the chunks.
+        rows: [R] int64, contiguous: the batch rows that took a token, no active one twice; None: all.
 
     Raises:
         ConfigError: if `schedule` or the head size does not suit the kernels.
         ValueError: if one round cannot bring C slots to the budget, or for a dtype or layout that is not as above.
     """
+    if rows is not None and len(rows) > _ROWS_AT_ONCE:
+        for part in rows.split(_ROWS_AT_ONCE):
+            compact(keys, values, degree, queries, last_queries, fill, position, active, schedule, part)
+        return
     batch, layers, heads, capacity, dim = keys.shape
+    batch = batch if rows is None else len(rows)
     _check(keys, values, degree, schedule)
     size = _RoundSize.of(capacity, capacity - schedule.budget, dim, schedule)
     if not (keys.is_contiguous() and values.is_contiguous() and degree.is_contiguous()):
         raise ValueError("keys, values and degree must be contiguous: the kernels write to them in place")
     if (fill.dtype, position.dtype, active.dtype) != (torch.int64, torch.int64, torch.bool):
         raise ValueError(f"fill, position must be int64, active bool: {fill.dtype}, {position.dtype}, {active.dtype}")
-    rows, scratch = layers * heads, size.scratch(batch * layers * heads, keys.device)
+    heads_of_row, scratch = layers * heads, size.scratch(batch * layers * heads, keys.device)
     due = torch.empty(batch, dtype=torch.int32, device=keys.device)
-    old_degree = torch.empty_like(degree)
+    old_degree = degree.new_empty(batch, *degree.shape[1:])
     if schedule.n_exact:
-        exchange(keys, values, degree, queries, last_queries, fill, active, schedule)
-    _match(keys, scratch, (fill, active, due), batch, rows, size)
-    _select(scratch, (degree, old_degree, fill, position, active, due), batch, rows, size)
-    _move((keys, values, old_degree), (keys, values, degree), scratch, due, batch, rows, size)
+        exchange(keys, values, degree, queries, last_queries, fill, active, schedule, rows)
+    _match(keys, scratch, (fill, active, due), batch, heads_of_row, size, rows)
+    _select(scratch, (degree, old_degree, fill, position, active, due), batch, heads_of_row, size, rows)
+    _move((keys, values, old_degree), (keys, values, degree), scratch, due, batch, heads_of_row, size, rows)
 
 
 def exchange(
@@ -171,6 +179,7 @@ def exchange(
     fill: Tensor,
     active: Tensor,
     schedule: Schedule,
+    rows: Tensor | None = None,
 ) -> None:
     """Lets the slots that are worth most take the places of those exact ones that no longer are, in place.
 
@@ -178,7 +187,7 @@ def exchange(
     slots are chosen whatever the numbers: a score that is not a number counts as the least.
 
     Args:
-        keys, values, degree, queries, last_queries, fill, active: as for `compact`.
+        keys, values, degree, queries, last_queries, fill, active, rows: as for `compact`.
         schedule: what is protected, and how many slots are exact: at least one.
 
     Raises:
@@ -196,22 +205,24 @@ def exchange(
             f"last_queries must be contiguous {keys.dtype} of {(batch, layers, heads, LAST, 'G', dim)}, "
             f"got {last_queries.dtype} of {tuple(last_queries.shape)}"
         )
-    rows, middle = layers * heads, slots - schedule.n_sink - schedule.n_recent
-    scores = torch.empty(batch * rows, 4, middle, dtype=torch.float32, device=keys.device)
-    lse = torch.empty(batch * rows, LAST * group, dtype=torch.float32, device=keys.device)
-    rank, plan = torch.empty(2, batch * rows, middle, dtype=torch.int32, device=keys.device)
+    batch = batch if rows is None else len(rows)
+    heads_of_row, middle = layers * heads, slots - schedule.n_sink - schedule.n_recent
+    scores = torch.empty(batch * heads_of_row, 4, middle, dtype=torch.float32, device=keys.device)
+    lse = torch.empty(batch * heads_of_row, LAST * group, dtype=torch.float32, device=keys.device)
+    rank, plan = torch.empty(2, batch * heads_of_row, middle, dtype=torch.int32, device=keys.device)
+    states = fill if rows is None else rows  # either would do where it is not read
     blocks = attend_blocks(keys.element_size())
-    launch(_attend_kernel, _grid(rows, True, keys.device))(
-        keys, degree, last_queries, lse, scores, fill, active,
-        batch, rows, slots, schedule.n_sink, middle, LAST * group,
-        HEAD_DIM=dim, BLOCK_Q=_QUERIES, BLOCK_N=blocks.pairs, BLOCK_D=blocks.d,
+    launch(_attend_kernel, _grid(heads_of_row, True, keys.device))(
+        keys, degree, last_queries, lse, scores, fill, active, states,
+        batch, heads_of_row, slots, schedule.n_sink, middle, LAST * group,
+        HEAD_DIM=dim, BLOCK_Q=_QUERIES, BLOCK_N=blocks.pairs, BLOCK_D=blocks.d, ROWS=rows is not None,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
     blocks = exchange_blocks(dim)
-    launch(_exchange_kernel, _grid(rows, True, keys.device))(
-        keys, values, degree, queries, scores, rank, plan, fill, active,
-        batch, rows, slots, schedule.n_sink, schedule.n_exact, attended_slots(schedule.n_exact), middle,
-        HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_N=blocks.pairs, BLOCK=_SCORES,
+    launch(_exchange_kernel, _grid(heads_of_row, True, keys.device))(
+        keys, values, degree, queries, scores, rank, plan, fill, active, states,
+        batch, heads_of_row, slots, schedule.n_sink, schedule.n_exact, attended_slots(schedule.n_exact), middle,
+        HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_N=blocks.pairs, BLOCK=_SCORES, ROWS=rows is not None,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
 
@@ -327,12 +338,13 @@ def _match(
     batch: int,
     rows: int,
     size: _RoundSize,
+    states: Tensor | None = None,  # in place: see `compact`
 ) -> None:
     blocks, in_place = match_blocks(keys.element_size(), size.chunk_size), guard is not None
     launch(_match_kernel, _grid(rows * size.chunks, in_place, keys.device))(
-        keys, scratch.rank, scratch.partner, *(guard or (scratch.rank,) * 3),
+        keys, scratch.rank, scratch.partner, *(guard or (scratch.rank,) * 3), _or(states, scratch),
         batch, rows, size.slots, size.n_front, size.middle, size.chunk_size,
-        HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place,
+        HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place, ROWS=states is not None,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
 
@@ -343,12 +355,14 @@ def _select(
     batch: int,
     rows: int,
     size: _RoundSize,
+    states: Tensor | None = None,
 ) -> None:
     in_place = guard is not None
     launch(_select_kernel, _grid(rows, in_place, scratch.rank.device))(
-        scratch.rank, scratch.plan, *(guard or (scratch.rank,) * 6),
+        scratch.rank, scratch.plan, *(guard or (scratch.rank,) * 6), _or(states, scratch),
         batch, rows, size.slots, size.middle, size.merges,
-        BLOCK=_SELECT.pairs, IN_PLACE=in_place, num_warps=_SELECT.num_warps, num_stages=_SELECT.num_stages,
+        BLOCK=_SELECT.pairs, IN_PLACE=in_place, ROWS=states is not None,
+        num_warps=_SELECT.num_warps, num_stages=_SELECT.num_stages,
     )  # fmt: skip
 
 
@@ -360,21 +374,33 @@ def _move(
     batch: int,
     rows: int,
     size: _RoundSize,
+    states: Tensor | None = None,
 ) -> None:
     blocks, in_place = move_blocks(size.dim, old[0].element_size(), size.chunk_size), due is not None
     slices = 2 * triton.cdiv(size.dim, blocks.d)  # of keys and of values
     launch(_move_kernel, _grid(rows * slices * (1 if in_place else size.tiles), in_place, old[0].device))(
-        *old, *new, scratch.partner, scratch.plan, scratch.plan if due is None else due,
+        *old, *new, scratch.partner, scratch.plan, scratch.plan if due is None else due, _or(states, scratch),
         batch, rows, size.slots, size.n_front, size.middle, size.chunk_size, size.merges,
-        HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place,
+        HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place, ROWS=states is not None,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
 
 
+def _or(states: Tensor | None, scratch: _Scratch) -> Tensor:
+    """What stands for `rows` in a launch that does not read them."""
+    return scratch.rank if states is None else states
+
+
 @triton.jit
-def _is_due(fill_ptr, active_ptr, b, slots):  # type: ignore[no-untyped-def]
-    """Whether the token of this step leaves an active batch row no free slot."""
-    return (tl.load(active_ptr + b).to(tl.int32) != 0) & (tl.load(fill_ptr + b) + 1 >= slots)
+def _state(rows_ptr, b, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row of the state that row b of the batch is of."""
+    return tl.load(rows_ptr + b) if ROWS else b
+
+
+@triton.jit
+def _is_due(fill_ptr, active_ptr, state, slots):  # type: ignore[no-untyped-def]
+    """Whether the token of this step leaves an active row of the state no free slot."""
+    return (tl.load(active_ptr + state).to(tl.int32) != 0) & (tl.load(fill_ptr + state) + 1 >= slots)
 
 
 @triton.jit
@@ -387,14 +413,14 @@ def _rank(score):  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
-        "degree_ptr", "lse_ptr", "scores_ptr", "fill_ptr", "active_ptr",
+        "degree_ptr", "lse_ptr", "scores_ptr", "fill_ptr", "active_ptr", "rows_ptr",
         "batch", "rows", "slots", "n_sink", "middle", "last",
     ]
 )  # fmt: skip
 def _attend_kernel(  # type: ignore[no-untyped-def]
-    keys_ptr, degree_ptr, queries_ptr, lse_ptr, scores_ptr, fill_ptr, active_ptr,
+    keys_ptr, degree_ptr, queries_ptr, lse_ptr, scores_ptr, fill_ptr, active_ptr, rows_ptr,
     batch, rows, slots, n_sink, middle, last,
-    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Score the `middle` slots behind the sinks of the rows that are due by how much the `last` last queries attend to
     them (see `reference.attended_row`), a row a program: the fourth score of a slot.
@@ -404,11 +430,12 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     """
     i, j = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_N)
     for b in range(batch):
-        if _is_due(fill_ptr, active_ptr, b, slots):
+        state = _state(rows_ptr, b, ROWS)
+        if _is_due(fill_ptr, active_ptr, state, slots):
             for item in range(tl.program_id(0), rows, tl.num_programs(0)):
-                row = (b * rows + item).to(tl.int64)
+                row, of_batch = (state * rows + item).to(tl.int64), (b * rows + item).to(tl.int64)
                 keys_row, degree_row = keys_ptr + row * slots * HEAD_DIM, degree_ptr + row * slots
-                queries_row, lse_row = queries_ptr + row * last * HEAD_DIM, lse_ptr + row * last
+                queries_row, lse_row = queries_ptr + row * last * HEAD_DIM, lse_ptr + of_batch * last
                 for query in range(0, last, BLOCK_Q):
                     peak, total = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
                     for start in range(0, slots, BLOCK_N):
@@ -432,7 +459,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
                         lse = tl.load(lse_row + query + i, mask=query + i < last, other=float("inf"))
                         attention += tl.sum(tl.exp2(scores - lse[:, None]), axis=0)
                     attention = tl.log(tl.maximum(attention, _LEAST_ATTENTION))
-                    tl.store(scores_ptr + (row * 4 + 3) * middle + start + j, attention, mask=start + j < middle)
+                    tl.store(scores_ptr + (of_batch * 4 + 3) * middle + start + j, attention, mask=start + j < middle)
 
 
 @triton.jit
@@ -458,14 +485,14 @@ def _query_scores(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
-        "degree_ptr", "queries_ptr", "scores_ptr", "rank_ptr", "plan_ptr", "fill_ptr", "active_ptr",
+        "degree_ptr", "queries_ptr", "scores_ptr", "rank_ptr", "plan_ptr", "fill_ptr", "active_ptr", "rows_ptr",
         "batch", "rows", "slots", "n_sink", "n_exact", "n_attended", "middle",
     ]
 )  # fmt: skip
 def _exchange_kernel(  # type: ignore[no-untyped-def]
-    keys_ptr, values_ptr, degree_ptr, queries_ptr, scores_ptr, rank_ptr, plan_ptr, fill_ptr, active_ptr,
+    keys_ptr, values_ptr, degree_ptr, queries_ptr, scores_ptr, rank_ptr, plan_ptr, fill_ptr, active_ptr, rows_ptr,
     batch, rows, slots, n_sink, n_exact, n_attended, middle,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Choose the exact slots of the rows that are due anew, a row a program.
 
@@ -473,13 +500,14 @@ def _exchange_kernel(  # type: ignore[no-untyped-def]
     step of the work tells the next goes through scratch, so that all warps must have stored before one of them loads.
     """
     for b in range(batch):
-        if _is_due(fill_ptr, active_ptr, b, slots):
+        state = _state(rows_ptr, b, ROWS)
+        if _is_due(fill_ptr, active_ptr, state, slots):
             for item in range(tl.program_id(0), rows, tl.num_programs(0)):
-                row = (b * rows + item).to(tl.int64)
+                row, of_batch = (state * rows + item).to(tl.int64), (b * rows + item).to(tl.int64)
                 first = row * slots + n_sink
                 keys_row, values_row = keys_ptr + first * HEAD_DIM, values_ptr + first * HEAD_DIM
-                rank_row, plan_row = rank_ptr + row * middle, plan_ptr + row * middle
-                scores_row = scores_ptr + row * 4 * middle
+                rank_row, plan_row = rank_ptr + of_batch * middle, plan_ptr + of_batch * middle
+                scores_row = scores_ptr + of_batch * 4 * middle
                 _rank_worth(
                     keys_row, values_row, degree_ptr + first, queries_ptr + row * 2 * HEAD_DIM,
                     scores_row, rank_row, middle, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK,
@@ -640,14 +668,14 @@ def _swap(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
-        "rank_ptr", "partner_ptr", "fill_ptr", "active_ptr", "due_ptr",
+        "rank_ptr", "partner_ptr", "fill_ptr", "active_ptr", "due_ptr", "rows_ptr",
         "batch", "rows", "slots", "n_front", "middle", "chunk_size",
     ]
 )  # fmt: skip
 def _match_kernel(  # type: ignore[no-untyped-def]
-    keys_ptr, rank_ptr, partner_ptr, fill_ptr, active_ptr, due_ptr,
+    keys_ptr, rank_ptr, partner_ptr, fill_ptr, active_ptr, due_ptr, rows_ptr,
     batch, rows, slots, n_front, middle, chunk_size,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Find the partner of every slot of A, a chunk at a time; in place, decide which of the batch rows are due.
 
@@ -657,33 +685,38 @@ def _match_kernel(  # type: ignore[no-untyped-def]
     first, chunks = tl.program_id(0), tl.cdiv(middle, chunk_size)
     if IN_PLACE:
         for b in range(batch):
-            due = _is_due(fill_ptr, active_ptr, b, slots)
+            state = _state(rows_ptr, b, ROWS)
+            due = _is_due(fill_ptr, active_ptr, state, slots)
             if first == 0:
                 tl.store(due_ptr + b, due.to(tl.int32))
             if due:
                 for item in range(first, rows * chunks, tl.num_programs(0)):
                     _match_chunk(
-                        keys_ptr, rank_ptr, partner_ptr, b * rows + item // chunks, item % chunks,
+                        keys_ptr, rank_ptr, partner_ptr,
+                        state * rows + item // chunks, b * rows + item // chunks, item % chunks,
                         slots, n_front, middle, chunk_size, HEAD_DIM, BLOCK, BLOCK_D,
                     )  # fmt: skip
     else:
         _match_chunk(
-            keys_ptr, rank_ptr, partner_ptr, first // chunks, first % chunks,
+            keys_ptr, rank_ptr, partner_ptr, first // chunks, first // chunks, first % chunks,
             slots, n_front, middle, chunk_size, HEAD_DIM, BLOCK, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def _match_chunk(  # type: ignore[no-untyped-def]
-    keys_ptr, rank_ptr, partner_ptr, row, chunk, slots, n_front, middle, chunk_size,
+    keys_ptr, rank_ptr, partner_ptr, row, of_batch, chunk, slots, n_front, middle, chunk_size,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Match the slots of a chunk. The product of two bfloat16 or float16 numbers is exact, and the sum is float32."""
+    """Match the slots of a chunk. The product of two bfloat16 or float16 numbers is exact, and the sum is float32.
+
+    The keys are those of `row` of the state, and what is found is that of row `of_batch`.
+    """
     row = row.to(tl.int64)
     start = n_front + chunk * chunk_size
     stop = tl.minimum(start + chunk_size, n_front + middle)
     keys_ptr += row * slots * HEAD_DIM
-    first_a = row * ((middle + 1) // 2) + chunk * (chunk_size // 2)
+    first_a = of_batch.to(tl.int64) * ((middle + 1) // 2) + chunk * (chunk_size // 2)
     i, d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     a, b = start + 2 * i, start + 2 * i + 1
     in_a, in_b = a < stop, b < stop
@@ -714,13 +747,13 @@ def _match_chunk(  # type: ignore[no-untyped-def]
 @triton.jit(
     do_not_specialize=[
         "rank_ptr", "plan_ptr", "degree_ptr", "old_degree_ptr", "fill_ptr", "position_ptr", "active_ptr", "due_ptr",
-        "batch", "rows", "slots", "middle", "merges",
+        "rows_ptr", "batch", "rows", "slots", "middle", "merges",
     ]
 )  # fmt: skip
 def _select_kernel(  # type: ignore[no-untyped-def]
-    rank_ptr, plan_ptr, degree_ptr, old_degree_ptr, fill_ptr, position_ptr, active_ptr, due_ptr,
+    rank_ptr, plan_ptr, degree_ptr, old_degree_ptr, fill_ptr, position_ptr, active_ptr, due_ptr, rows_ptr,
     batch, rows, slots, middle, merges,
-    BLOCK: tl.constexpr, IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Choose the m most similar pairs of a row, a row a program; in place, advance the counters of the batch rows.
 
@@ -731,17 +764,18 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     if IN_PLACE:
         for b in range(batch):
             due = tl.load(due_ptr + b) != 0
-            if (first == 0) & (tl.load(active_ptr + b).to(tl.int32) != 0):
-                tl.store(position_ptr + b, tl.load(position_ptr + b) + 1)
-                tl.store(fill_ptr + b, tl.where(due, slots - merges, tl.load(fill_ptr + b) + 1))
+            state = _state(rows_ptr, b, ROWS)
+            if (first == 0) & (tl.load(active_ptr + state).to(tl.int32) != 0):
+                tl.store(position_ptr + state, tl.load(position_ptr + state) + 1)
+                tl.store(fill_ptr + state, tl.where(due, slots - merges, tl.load(fill_ptr + state) + 1))
             if due:
                 for item in range(first, rows, tl.num_programs(0)):
-                    row = (b * rows + item).to(tl.int64)
-                    _select_row(rank_ptr + row * n_a, plan_ptr + row * n_a, n_a, merges, BLOCK)
+                    row, of_batch = (state * rows + item).to(tl.int64), (b * rows + item).to(tl.int64)
+                    _select_row(rank_ptr + of_batch * n_a, plan_ptr + of_batch * n_a, n_a, merges, BLOCK)
                     for start in range(0, slots, BLOCK):
                         slot = start + tl.arange(0, BLOCK)
                         old = tl.load(degree_ptr + row * slots + slot, mask=slot < slots, other=0.0)
-                        tl.store(old_degree_ptr + row * slots + slot, old, mask=slot < slots)
+                        tl.store(old_degree_ptr + of_batch * slots + slot, old, mask=slot < slots)
     else:
         row = first.to(tl.int64)
         _select_row(rank_ptr + row * n_a, plan_ptr + row * n_a, n_a, merges, BLOCK)
@@ -783,14 +817,14 @@ def _select_row(rank_ptr, plan_ptr, n, chosen, BLOCK: tl.constexpr):  # type: ig
 
 @triton.jit(
     do_not_specialize=[
-        "old_degree_ptr", "degree_ptr", "partner_ptr", "plan_ptr", "due_ptr",
+        "old_degree_ptr", "degree_ptr", "partner_ptr", "plan_ptr", "due_ptr", "rows_ptr",
         "batch", "rows", "slots", "n_front", "middle", "chunk_size", "merges",
     ]
 )  # fmt: skip
 def _move_kernel(  # type: ignore[no-untyped-def]
     old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr, partner_ptr, plan_ptr, due_ptr,
-    batch, rows, slots, n_front, middle, chunk_size, merges,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
+    rows_ptr, batch, rows, slots, n_front, middle, chunk_size, merges,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Move the slots that stay to their new places, a slice of the columns of keys or of values a program.
 
@@ -805,13 +839,15 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     if IN_PLACE:
         for b in range(batch):
             if tl.load(due_ptr + b) != 0:
+                state = _state(rows_ptr, b, ROWS)
                 for item in range(first, rows * slices, tl.num_programs(0)):
-                    row, part = (b * rows + item // slices).to(tl.int64), item % slices
+                    row, part = (state * rows + item // slices).to(tl.int64), item % slices
+                    of_batch = (b * rows + item // slices).to(tl.int64)
                     for tile in range(front_tiles, tiles):
                         _move_tile(
                             old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr,
-                            partner_ptr, plan_ptr, row, tile, part, slots, slots, n_front, middle, chunk_size, merges,
-                            HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
+                            partner_ptr, plan_ptr, row, of_batch, tile, part, slots, slots, n_front, middle,
+                            chunk_size, merges, HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
                         )  # fmt: skip
                     if part == 0:
                         for start in range(slots - merges, slots, BLOCK):
@@ -821,7 +857,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
         row, tile, part = (first // slices // tiles).to(tl.int64), first // slices % tiles, first % slices
         _move_tile(
             old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr,
-            partner_ptr, plan_ptr, row, tile, part, slots, slots - merges, n_front, middle, chunk_size, merges,
+            partner_ptr, plan_ptr, row, row, tile, part, slots, slots - merges, n_front, middle, chunk_size, merges,
             HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
         )  # fmt: skip
 
@@ -829,10 +865,10 @@ def _move_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _move_tile(  # type: ignore[no-untyped-def]
     old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr, partner_ptr, plan_ptr,
-    row, tile, part, slots, new_slots, n_front, middle, chunk_size, merges,
+    row, of_batch, tile, part, slots, new_slots, n_front, middle, chunk_size, merges,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Move one slice of the slots of a tile."""
+    """Move one slice of the slots of a tile: of `row`, with the plan and the old degrees of row `of_batch`."""
     chunk = tile - tl.cdiv(n_front, chunk_size)
     after = chunk - tl.cdiv(middle, chunk_size)  # the last chunk; the tiles behind hold recent slots
     start, end = n_front + chunk * chunk_size, n_front + middle
@@ -842,10 +878,10 @@ def _move_tile(  # type: ignore[no-untyped-def]
         start, end = end + after * chunk_size, slots
     stop = tl.minimum(start + chunk_size, end)
     planned = tl.where((chunk >= 0) & (after < 0), stop, start)  # only slots before it may merge
-    first_a = row * ((middle + 1) // 2) + chunk * (chunk_size // 2)
+    first_a = of_batch * ((middle + 1) // 2) + chunk * (chunk_size // 2)
     old_ptr = tl.where(part % 2 == 0, old_keys_ptr, old_values_ptr) + row * slots * HEAD_DIM
     new_ptr = tl.where(part % 2 == 0, keys_ptr, values_ptr) + row * new_slots * HEAD_DIM
-    old_degree_ptr += row * slots
+    old_degree_ptr += of_batch * slots
     degree_ptr += row * new_slots
     i, d = tl.arange(0, BLOCK), part // 2 * BLOCK_D + tl.arange(0, BLOCK_D)
     a, b = start + 2 * i, start + 2 * i + 1
@@ -935,11 +971,12 @@ def _builds(dtype: torch.dtype, dim: int, chunk_size: int) -> Iterator[Build]:
 def _attend_build(dtype: torch.dtype, dim: int) -> Build:
     blocks = attend_blocks(dtype.itemsize)
     pointers = dict.fromkeys(("keys_ptr", "queries_ptr"), POINTERS[dtype]) | {"fill_ptr": "*i64", "active_ptr": "*i1"}
+    pointers |= {"rows_ptr": "*i64"}
     return Build(
         f"attend-{POINTERS[dtype][1:]}-D{dim}",
         _attend_kernel,
         signature(_attend_kernel, pointers, "*fp32"),
-        {"HEAD_DIM": dim, "BLOCK_Q": _QUERIES, "BLOCK_N": blocks.pairs, "BLOCK_D": blocks.d},
+        {"HEAD_DIM": dim, "BLOCK_Q": _QUERIES, "BLOCK_N": blocks.pairs, "BLOCK_D": blocks.d, "ROWS": False},
         blocks.num_warps,
         blocks.num_stages,
     )
@@ -948,12 +985,12 @@ def _attend_build(dtype: torch.dtype, dim: int) -> Build:
 def _exchange_build(dtype: torch.dtype, dim: int) -> Build:
     blocks = exchange_blocks(dim)
     pointers = dict.fromkeys(("keys_ptr", "values_ptr"), POINTERS[dtype]) | {"fill_ptr": "*i64", "active_ptr": "*i1"}
-    pointers |= dict.fromkeys(("degree_ptr", "queries_ptr", "scores_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("degree_ptr", "queries_ptr", "scores_ptr"), "*fp32") | {"rows_ptr": "*i64"}
     return Build(
         f"exchange-{POINTERS[dtype][1:]}-D{dim}",
         _exchange_kernel,
         signature(_exchange_kernel, pointers, "*i32"),
-        {"HEAD_DIM": dim, "BLOCK_D": blocks.d, "BLOCK_N": blocks.pairs, "BLOCK": _SCORES},
+        {"HEAD_DIM": dim, "BLOCK_D": blocks.d, "BLOCK_N": blocks.pairs, "BLOCK": _SCORES, "ROWS": False},
         blocks.num_warps,
         blocks.num_stages,
     )
@@ -966,7 +1003,7 @@ def _match_build(dtype: torch.dtype, dim: int, chunk_size: int, in_place: bool) 
         f"match{'-in-place' if in_place else ''}-{POINTERS[dtype][1:]}-D{dim}-c{chunk_size}",
         _match_kernel,
         signature(_match_kernel, pointers, "*i32"),
-        {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place},
+        {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place, "ROWS": False},
         blocks.num_warps,
         blocks.num_stages,
     )
@@ -978,7 +1015,7 @@ def _select_build(in_place: bool) -> Build:
         f"select{'-in-place' if in_place else ''}",
         _select_kernel,
         signature(_select_kernel, guard | {"active_ptr": "*i1"} if in_place else {}, "*i32"),
-        {"BLOCK": _SELECT.pairs, "IN_PLACE": in_place},
+        {"BLOCK": _SELECT.pairs, "IN_PLACE": in_place, "ROWS": False},
         _SELECT.num_warps,
         _SELECT.num_stages,
     )
@@ -993,7 +1030,7 @@ def _move_build(old: torch.dtype, new: torch.dtype, dim: int, chunk_size: int, i
         f"move{'-in-place' if in_place else ''}-{POINTERS[old][1:]}-{POINTERS[new][1:]}-D{dim}-c{chunk_size}",
         _move_kernel,
         signature(_move_kernel, pointers, "*i32"),
-        {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place},
+        {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place, "ROWS": False},
         blocks.num_warps,
         blocks.num_stages,
     )

@@ -27,7 +27,7 @@ _SYMBOLS = {
     torch.bfloat16: "ckv_decode_bfloat16",
     torch.float16: "ckv_decode_float16",
 }
-_ARGTYPES = [ctypes.c_void_p] * 13 + [ctypes.c_int64] * 8 + [ctypes.c_float] * 3 + [ctypes.c_int]
+_ARGTYPES = [ctypes.c_void_p] * 14 + [ctypes.c_int64] * 9 + [ctypes.c_float] * 3 + [ctypes.c_int]
 
 # After Inductor's flags, of which some releases turn contraction off and others turn unsafe math on.
 _FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
@@ -63,6 +63,7 @@ def decode_attention(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Appends one token to every active row of one layer, takes in its queries, and attends over all used slots.
 
@@ -90,6 +91,9 @@ def decode_attention(
         softcap: scores become softcap * tanh(score / softcap) before the degree enters; 0 leaves them.
         sinks: [H], in the dtype of q: a logit of each query head, not scaled, that takes part in the softmax and
             has no value.
+        rows: int64 [B]: the row of the state that each row of the batch is of; keys, values, degree, queries,
+            last_queries, fill, active and position may then have more rows. No two active ones are the same. None: row
+            b is of row b.
 
     Returns:
         The attention output [B, H, 1, D], in the dtype of q.
@@ -97,26 +101,29 @@ def decode_attention(
     Raises:
         ValueError: if shapes, dtypes or memory layouts do not fit together.
         RuntimeError: if a row has no free slot; nothing has been written then.
+        IndexError: if a row is not in the state.
     """
-    rows, layers, kv_heads, capacity, dim = cache_shape = keys.shape
-    dtype, new_shape, heads = q.dtype, (rows, kv_heads, 1, dim), q.shape[1]
+    states, layers, kv_heads, capacity, dim = cache_shape = keys.shape
+    batch = states if rows is None else len(rows)
+    dtype, new_shape, heads = q.dtype, (batch, kv_heads, 1, dim), q.shape[1]
     if not (
         values.shape == cache_shape
         and (degree is None) == (queries is None) == (last_queries is None) == (position is None)
-        and (degree is None or degree.shape == (rows, layers, kv_heads, capacity))
-        and (queries is None or queries.shape == (rows, layers, kv_heads, 2, dim))
-        and (last_queries is None or last_queries.shape == (rows, layers, kv_heads, LAST, heads // kv_heads, dim))
-        and (position is None or position.shape == (rows,))
+        and (degree is None or degree.shape == (states, layers, kv_heads, capacity))
+        and (queries is None or queries.shape == (states, layers, kv_heads, 2, dim))
+        and (last_queries is None or last_queries.shape == (states, layers, kv_heads, LAST, heads // kv_heads, dim))
+        and (position is None or position.shape == (states,))
         and (sinks is None or sinks.shape == (heads,))
-        and q.shape == (rows, heads, 1, dim)
+        and q.shape == (batch, heads, 1, dim)
         and k.shape == new_shape
         and v.shape == new_shape
-        and fill.shape == active.shape == (rows,)
+        and fill.shape == active.shape == (states,)
         and heads % kv_heads == dim % 8 == 0
+        and (rows is None or (rows.shape, rows.dtype) == ((batch,), torch.int64))
         and 0 <= layer < layers
     ):
-        names = "q, k, v, keys, values, degree, queries, last_queries, fill, active, position, sinks"
-        tensors = (q, k, v, keys, values, degree, queries, last_queries, fill, active, position, sinks)
+        names = "q, k, v, keys, values, degree, queries, last_queries, fill, active, position, sinks, rows"
+        tensors = (q, k, v, keys, values, degree, queries, last_queries, fill, active, position, sinks, rows)
         shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
         raise ValueError(f"cannot serve layer {layer} with {names} of {shapes}")
     alike = {"q": q, "k": k, "v": v, "keys": keys, "values": values, "last_queries": last_queries, "sinks": sinks}
@@ -136,7 +143,7 @@ def decode_attention(
         )
 
     q, k, v, fill, active = (tensor.contiguous() for tensor in (q, k, v, fill, active))
-    position, sinks = (None if tensor is None else tensor.contiguous() for tensor in (position, sinks))
+    position, sinks, rows = (None if tensor is None else tensor.contiguous() for tensor in (position, sinks, rows))
     out = torch.empty_like(q)
     status = _kernels()[dtype](
         q.data_ptr(),
@@ -151,8 +158,10 @@ def decode_attention(
         active.data_ptr(),
         None if position is None else position.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
+        None if rows is None else rows.data_ptr(),
         out.data_ptr(),
-        rows,
+        batch,
+        states,
         layers,
         layer,
         kv_heads,
@@ -166,8 +175,10 @@ def decode_attention(
         torch.get_num_threads(),
     )
     if status > 0:
-        row = status - 1
+        row = status - 1 if rows is None else int(rows[status - 1])
         raise RuntimeError(f"row {row} has no free slot: fill is {int(fill[row])}, capacity is {capacity}")
+    if status == -2:
+        raise IndexError(f"rows={rows} must lie between 0 and {states - 1}")
     if status < 0:
         raise MemoryError("decode_attention: no memory for its scratch space")
     return out

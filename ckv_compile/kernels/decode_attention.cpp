@@ -355,7 +355,8 @@ struct Step {
   const bool* active;
   const int64_t* position;  // null for a ring
   const T* sinks;           // may be null
-  int64_t batch, layers, layer, kv_heads, group, capacity, dim, last;
+  const int64_t* rows;      // likewise
+  int64_t batch, states, layers, layer, kv_heads, group, capacity, dim, last;
   float scale, softcap, rate;
 
   // The degrees of a split begin at first_degree + its first slot * degree_step. Choosing between the two where they
@@ -372,15 +373,23 @@ struct Step {
 
   int64_t scratch_size() const { return (group * (dim + kSplit) + 15) / 16 * 16; }
 
-  int64_t new_slot(int64_t row) const { return degree ? fill[row] : fill[row] % capacity; }
+  // The row of the state that a row of the batch is of.
+  int64_t state(int64_t row) const { return rows ? rows[row] : row; }
+
+  bool takes(int64_t row) const { return active[state(row)]; }
+
+  int64_t new_slot(int64_t row) const { return degree ? fill[state(row)] : fill[state(row)] % capacity; }
 
   // Slots in use, the new one included.
-  int64_t used(int64_t row) const { return degree ? fill[row] + 1 : std::min(fill[row], capacity - 1) + 1; }
+  int64_t used(int64_t row) const {
+    const int64_t tokens = fill[state(row)];
+    return (degree ? tokens : std::min(tokens, capacity - 1)) + 1;
+  }
 
-  int64_t splits(int64_t row) const { return active[row] ? (used(row) - 1) / kSplit + 1 : 0; }
+  int64_t splits(int64_t row) const { return takes(row) ? (used(row) - 1) / kSplit + 1 : 0; }
 
   int64_t first_slot(int64_t row, int64_t kv_head) const {
-    return ((row * layers + layer) * kv_heads + kv_head) * capacity;
+    return ((state(row) * layers + layer) * kv_heads + kv_head) * capacity;
   }
 
   void append(int64_t row, int64_t kv_head) const {
@@ -397,10 +406,10 @@ struct Step {
   void observe(int64_t row, int64_t kv_head) const {
     using F = typename Vec<W>::F;
     const T* q_heads = q + (row * kv_heads + kv_head) * group * dim;
-    const int64_t cached = (row * layers + layer) * kv_heads + kv_head;
+    const int64_t cached = (state(row) * layers + layer) * kv_heads + kv_head;
     float* mean = queries + cached * 2 * dim;
     float* square = mean + dim;
-    T* newest = last_queries + (cached * last + static_cast<uint64_t>(position[row]) % last) * group * dim;
+    T* newest = last_queries + (cached * last + static_cast<uint64_t>(position[state(row)]) % last) * group * dim;
     for (int64_t d = 0; d < dim; d += W) {
       F sum = {}, squares = {};
       for (int64_t h = 0; h < group; ++h) {
@@ -493,7 +502,7 @@ struct Step {
     int64_t tasks = 0, keys_read = 0;
     for (int64_t row = 0; row < batch; ++row) {
       tasks += kv_heads * splits(row);
-      if (active[row])
+      if (takes(row))
         keys_read += kv_heads * used(row);
       else
         std::fill_n(out + row * kv_heads * group * dim, kv_heads * group * dim, T());
@@ -529,8 +538,11 @@ struct Step {
 template <typename T>
 int64_t decode(const Step<T>& step, int threads) {
   const int64_t most = step.degree ? step.capacity - 1 : step.capacity > 0 ? INT64_MAX : -1;  // a ring is never full
-  for (int64_t row = 0; row < step.batch; ++row)
-    if (step.active[row] && (step.fill[row] < 0 || step.fill[row] > most)) return row + 1;
+  for (int64_t row = 0; row < step.batch; ++row) {
+    const int64_t state = step.state(row);
+    if (state < 0 || state >= step.states) return -2;
+    if (step.active[state] && (step.fill[state] < 0 || step.fill[state] > most)) return row + 1;
+  }
   try {
     if (step.dim % kWidth == 0)
       step.template run<kWidth>(threads);
@@ -546,25 +558,27 @@ int64_t decode(const Step<T>& step, int threads) {
 
 // Puts k, v and degree 1 into slot fill[row] of layer `layer`, takes q into the means in `queries` and into place
 // position[row] % last of the last ones, and attends over slots 0 .. fill[row].
-//   q, out [batch, kv_heads * group, dim]; k, v [batch, kv_heads, dim]; fill, active, position [batch]
-//   keys, values [batch, layers, kv_heads, capacity, dim]; degree [batch, layers, kv_heads, capacity]
-//   queries [batch, layers, kv_heads, 2, dim]: running means of scale * q and of its square; a token's share is `rate`
-//   last_queries [batch, layers, kv_heads, last, group, dim]: scale * q of the last tokens
+//   q, out [batch, kv_heads * group, dim]; k, v [batch, kv_heads, dim]; fill, active, position [states]
+//   rows [batch], or null: the row of the state that each row of the batch is of, no two the same unless not active
+//   keys, values [states, layers, kv_heads, capacity, dim]; degree [states, layers, kv_heads, capacity]
+//   queries [states, layers, kv_heads, 2, dim]: running means of scale * q and of its square; a token's share is `rate`
+//   last_queries [states, layers, kv_heads, last, group, dim]: scale * q of the last tokens
 //   sinks [kv_heads * group], or null: one logit a query head, not scaled
 // Where degree, queries, last_queries and position are null, the cache is a ring, and fill the number of tokens seen
 // before this one: k and v go into slot fill[row] % capacity, and the slots attended over are those below
 // min(fill[row] + 1, capacity).
 // Where softcap is not 0, scores become softcap * tanh(score / softcap) before the degree enters.
 // A row that is not active is left as it is, and its output is zero. `dim` is a multiple of 8. Returns 0; row + 1
-// if that row has no free slot (nothing is written then); -1 if there is no memory.
+// if that row has no free slot (nothing is written then); -1 if there is no memory; -2 if a row is not in the state.
 #define CKV_DECODE(NAME, T)                                                                                           \
   extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree, float* queries,      \
                           T* last_queries, const int64_t* fill, const bool* active, const int64_t* position,          \
-                          const T* sinks, T* out, int64_t batch, int64_t layers, int64_t layer, int64_t kv_heads,     \
-                          int64_t group, int64_t capacity, int64_t dim, int64_t last, float scale, float softcap,     \
-                          float rate, int threads) {                                                                  \
+                          const T* sinks, const int64_t* rows, T* out, int64_t batch, int64_t states, int64_t layers, \
+                          int64_t layer, int64_t kv_heads, int64_t group, int64_t capacity, int64_t dim,              \
+                          int64_t last, float scale, float softcap, float rate, int threads) {                        \
     return decode(Step<T>{q, k, v, keys, values, out, degree, queries, last_queries, fill, active, position, sinks,   \
-                          batch, layers, layer, kv_heads, group, capacity, dim, last, scale, softcap, rate},          \
+                          rows, batch, states, layers, layer, kv_heads, group, capacity, dim, last, scale, softcap,   \
+                          rate},                                                                                      \
                   threads);                                                                                           \
   }
 

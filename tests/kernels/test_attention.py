@@ -204,6 +204,21 @@ def test_decode_writes_the_new_token_and_nothing_else(dtype: str, parts: int) ->
     assert out[[0, 1, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_name_the_rows_of_a_larger_state(parts: int) -> None:
+    step = make_step([17, 9, 16, 40], capacity=41)
+    step.active[2] = False
+    other, rows = step.clone(), [3, 2, 0, 2]
+    new = [part[rows] for part in step[:3]]
+    named = torch.tensor(rows, device=DEVICE)
+    out = attention._decode(*new, *step[3:], LAYER, step.scale, 0.0, None, parts, named)
+    other.active[1] = False
+    expected = run_step(other, parts)
+    assert same_bits(out, expected[rows])
+    for name, ours, theirs in zip(Step._fields[3:9], step[3:9], other[3:9], strict=True):
+        assert same_bits(ours, theirs), name
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_row_that_is_full_or_not_active_is_left_as_it_is(parts: int) -> None:
     """The host sees to it that no active row is full; here no write may leave the row all the same."""

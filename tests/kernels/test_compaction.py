@@ -418,6 +418,24 @@ def test_compact_serves_the_rows_that_are_due(
             assert not new[2][:, budget:].any()
 
 
+def test_compact_of_some_rows_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 4, 1 and 2 of five, two at once; row 1 is not due and row 2 not active."""
+    monkeypatch.setattr(compaction, "_ROWS_AT_ONCE", 2)
+    schedule = make_schedule(8, 2, 3, budget=24, exact=8)
+    cache = make_cache([33, 20, 33, 33, 33], 2, 2, 33, 16, "fp32")
+    fill = torch.tensor([32, 19, 32, 32, 32], device=DEVICE)
+    active = torch.tensor([True, True, False, True, True], device=DEVICE)
+    other, queries = tuple(part.clone() for part in cache), make_queries(cache[0])
+    counters, position = (fill.clone(), fill.clone()), fill.clone()
+    rows = torch.tensor([4, 1, 2], device=DEVICE)
+    compaction.compact(*cache, *queries, fill, position, active, schedule, rows)
+    compaction.compact(*other, *queries, *counters, torch.tensor([0, 1, 0, 0, 1], device=DEVICE).bool(), schedule)
+    assert fill.tolist() == counters[0].tolist() == [32, 20, 32, 32, 24]
+    assert torch.equal(position, counters[1])
+    for ours, theirs in zip(cache, other, strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+
+
 def test_compact_and_compress_have_the_same_bits() -> None:
     schedule = make_schedule(8, 2, 3, budget=20)
     cache = make_cache([29, 29], 1, 2, 29, 16, "bf16")
