@@ -151,7 +151,7 @@ def test_generate_prints_one_json_document(tiny, compiled):
     document = json.loads(result.stdout)
     assert document["text"] == answer(compiled, f"<system> w5 <end> <user> {words(90)} <end> <assistant>", 10)
     assert (document["prompt_tokens"], document["tokens"], document["budget"]) == (96, 10, 64)
-    assert document["cache_bytes"] == 3 * 3 * ((64 + 8) * (2 * 8 * 4 + 4) + 2 * 8 * 4)
+    assert document["cache_bytes"] == 3 * 3 * ((64 + 8) * (2 * 8 * 4 + 4) + (2 + 8 * 2) * 8 * 4)
     assert document["seed"] is None
 
 
@@ -181,7 +181,7 @@ def test_a_chat_reads_only_what_is_new_and_can_be_kept(compiled, loaded, tmp_pat
     read = [line for line in result.stderr.splitlines() if "tokens read" in line]
     assert [int(line.split()[0]) for line in read] == [9, 6, 6]
     stats = [line for line in result.stderr.splitlines() if "slots" in line]
-    assert stats[0] == stats[2] == "5 messages, 25 tokens in 25 of 72 slots, 44.6 KB"
+    assert stats[0] == stats[2] == "5 messages, 25 tokens in 25 of 72 slots, 49.2 KB"
     assert stats[1].startswith("1 messages, 0 tokens in 0 of 72 slots")
 
 
@@ -434,7 +434,7 @@ def test_export_writes_an_artifact_that_generates_the_same(compiled, artifact):
 def test_inspect_reads_an_artifact(artifact):
     folder, document = artifact
     assert json.loads(ckv("inspect", folder, "--json").stdout) == document
-    assert document["row_bytes"] == 3 * 3 * ((64 + 8) * (2 * 8 * 4 + 4) + 2 * 8 * 4)
+    assert document["row_bytes"] == 3 * 3 * ((64 + 8) * (2 * 8 * 4 + 4) + (2 + 8 * 2) * 8 * 4)
     table = ckv("inspect", folder).stdout
     assert "insert_cached_attention" in table
     assert "model.safetensors" in table
