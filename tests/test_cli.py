@@ -151,7 +151,7 @@ def test_generate_prints_one_json_document(tiny, compiled):
     document = json.loads(result.stdout)
     assert document["text"] == answer(compiled, f"<system> w5 <end> <user> {words(90)} <end> <assistant>", 10)
     assert (document["prompt_tokens"], document["tokens"], document["budget"]) == (96, 10, 64)
-    assert document["cache_bytes"] == 3 * 3 * ((64 + 8) * (2 * 8 * 4 + 4) + 2 * 8 * 4)
+    assert document["cache_bytes"] == 3 * 3 * ((64 + 8) * (2 * 8 * 4 + 4) + (2 + 8 * 2) * 8 * 4)
     assert document["seed"] is None
 
 
@@ -451,7 +451,7 @@ def test_export_writes_an_artifact_that_generates_the_same(compiled, artifact):
 def test_inspect_reads_an_artifact(artifact):
     folder, document = artifact
     assert json.loads(ckv("inspect", folder, "--json").stdout) == document
-    assert document["row_bytes"] == 3 * 3 * ((64 + 8) * (2 * 8 * 4 + 4) + 2 * 8 * 4)
+    assert document["row_bytes"] == 3 * 3 * ((64 + 8) * (2 * 8 * 4 + 4) + (2 + 8 * 2) * 8 * 4)
     table = ckv("inspect", folder).stdout
     assert "insert_cached_attention" in table
     assert "model.safetensors" in table
