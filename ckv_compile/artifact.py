@@ -352,8 +352,8 @@ class _Table(NamedTuple):
                 f"{_CONFIG} has {vocabulary} token ids and {positions} positions: there is at least one"
             )
         _check_fields(data["config"], f"{_CONFIG}: config", **_types(CKVConfig))
-        sizes = {name: int for name in CacheShape._fields if name not in ("dtype", "device")}
-        _check_fields(data["cache"], f"{_CONFIG}: cache", **sizes, dtype=str)
+        sizes = {name: int for name in CacheShape._fields if name not in ("dtype", "device", "light_layers")}
+        _check_fields(data["cache"], f"{_CONFIG}: cache", **sizes, dtype=str, light_layers=list)
         for result in data["passes"]:
             _check_fields(result, f"{_CONFIG}: passes", name=str, matches=int, seconds=float)
         weight = {"name": str, "dtype": str, "shape": list, "parameter": bool, "file": str, "tensor": str}
@@ -362,10 +362,11 @@ class _Table(NamedTuple):
         with _as_artifact_error(folder / _CONFIG):
             config = CKVConfig.from_options(data["config"])
             dtype, device = _dtype(data["cache"]["dtype"]), torch.device(manifest.device)
-            shape = CacheShape(**{**data["cache"], "dtype": dtype, "device": device})
-            if len(config.light_layers) != shape.light_layers:
-                raise ValueError(f"{shape.light_layers} light layers, and the config has {config.light_layers}")
-            plans = config.plans(shape.layers + shape.light_layers)
+            cache = data["cache"] | {"dtype": dtype, "light_layers": tuple(data["cache"]["light_layers"])}
+            shape = CacheShape(**cache, device=device)
+            if config.light_layers != shape.light_layers:
+                raise ValueError(f"light layers {shape.light_layers}, and the config has {config.light_layers}")
+            plans = config.plans(shape.clustered)
             _state_on_meta(shape, plans)  # raises for sizes that no tensor has
             weights = tuple(
                 _Entry(**{**entry, "dtype": _dtype(entry["dtype"]), "shape": tuple(entry["shape"])})
@@ -542,7 +543,7 @@ def _check_program(stored: StoredProgram, name: str, table: _Table, rows: int | 
     shape, (main, light) = table.shape, (dataclasses.asdict(plan.schedule) for plan in table.plans)
     groups: tuple[tuple[Any, str, int, dict[str, Any]], ...] = (
         (cached_attention, "keys", shape.layers, main),
-        (cached_attention, "light_keys", shape.light_layers, light),
+        (cached_attention, "light_keys", len(shape.light_layers), light),
         (window_attention, "window_keys", shape.window_layers, {}),
     )
     calls = [node for node in stored.graph.nodes if node.target in (cached_attention, window_attention)]
@@ -553,8 +554,11 @@ def _check_program(stored: StoredProgram, name: str, table: _Table, rows: int | 
             raise ArtifactError(f"{name} attends in layers {numbers} of {keys}, where {_CONFIG} has {layers}")
         if any(not plan.items() <= call.items() for call in own):
             raise ArtifactError(f"{name} compacts {keys} by another plan than {_CONFIG}: {plan}")
-    if len(calls) != shape.layers + shape.light_layers + shape.window_layers:
+    if len(calls) != shape.clustered + shape.window_layers:
         raise ArtifactError(f"{name} attends {len(calls)} times, and {_CONFIG} has other layers: {shape}")
+    are_light = tuple(number for number, node in enumerate(calls) if _first_state(node) == "light_keys")
+    if are_light != shape.light_layers:
+        raise ArtifactError(f"{name} has the light layers {are_light}, and {_CONFIG} has {shape.light_layers}")
     closings = stored.graph.find_nodes(op="call_function", target=compact_)
     due = {"light_keys": light, "keys": main} if shape.light_layers else {"keys": main}
     ends = {_first_state(node): _arguments(node) for node in closings}
@@ -721,7 +725,9 @@ def _check_fields(data: Any, where: str, **types: Any) -> None:
 
 
 def _types(config: type) -> dict[str, Any]:
-    return {field.name: list if get_origin(field.type) is tuple else field.type for field in dataclasses.fields(config)}
+    return {
+        field.name: list if get_origin(field.type) is Sequence else field.type for field in dataclasses.fields(config)
+    }
 
 
 def _json(data: bytes, name: str) -> Any:

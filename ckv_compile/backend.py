@@ -128,16 +128,15 @@ def backend(
     if not updates:
         _refuse_without_cache(aten)
     plans = _name_inputs(aten, graph, updates)
-    groups = [node.args[_STATE_ARGUMENTS.stop + 1] for node in updates]
-    light_layers = [number for number, group in enumerate(groups) if group == "light"]
-    _check_options(options or {}, plans, light_layers, len(groups) - groups.count("window"))
     _check_layers(aten, updates)
     _check_positions_of_rows(aten)
     steps = tensor_meta(updates[0].args[0]).shape[2]
     masks: dict[Node, int] = {}
     prove = functools.partial(_prove_at_this_length, proven=set(), masks=masks)
     results = run_passes(aten, [functools.partial(canonicalize_attention, layers=len(updates), prove=prove)])
-    _check_order(aten)
+    groups = _check_order(aten)
+    light_layers = [number for number, group in enumerate(groups) if group == "light"]
+    _check_options(options or {}, plans, light_layers, len(groups) - groups.count("window"))
     if steps != 1:
         placeholders = aten.graph.find_nodes(op="placeholder")
         with aten.graph.inserting_after(placeholders[-1]):
@@ -240,8 +239,8 @@ def _name_inputs(aten: GraphModule, graph: GraphModule, updates: list[Node]) -> 
     aten.recompile()
     state, schedules = state_inputs(aten), {}
     for node in updates:
-        _, group, *plan = node.args[_STATE_ARGUMENTS.stop :]
-        schedules["light" if group == "light" else "main"] = Schedule(*plan)  # type: ignore[arg-type]
+        plan: Any = node.args[_STATE_ARGUMENTS.stop + 2 :]
+        schedules["light" if node.args[_STATE_ARGUMENTS.stop + 1] == "light" else "main"] = Schedule(*plan)
     any_schedule = next(iter(schedules.values()))  # of a group without layers, where none is used
     return Plans(
         *(
@@ -269,6 +268,13 @@ def _check_options(options: Mapping[str, Any], plans: Plans, light_layers: Seque
                 f"{name}={value!r}: pass the options to cache_for() alone, or the same to both"
             )
     given = {name: options[name] for name in options if name in sizes}
+    if isinstance(config.budget, float):
+        raise ConfigError(f"options={given} of the backend: give the budget as a number of slots, as the cache has it")
+    if light_layers and given and not {"budget", "light_layers"} <= given.keys():
+        raise ConfigError(
+            f"options={given} of the backend, for a cache with light layers {list(light_layers)}: give budget and "
+            "light_layers together, or none of them"
+        )
     alike = list(config.light_layers) == list(light_layers) and config.plans(layers) == plans
     if given and not alike:
         raise ConfigError(
@@ -332,8 +338,13 @@ def _check_positions_of_rows(aten: GraphModule) -> None:
         )
 
 
-def _check_order(aten: GraphModule) -> None:
-    """Refuse attentions that do not come in the order of the cache's layers, each with keys and values of its own."""
+def _check_order(aten: GraphModule) -> list[Group]:
+    """Refuse attentions that do not come in the order of the cache's layers, each with keys and values of its own.
+
+    Returns:
+        The groups of all attentions, in order.
+    """
+    groups: list[Group] = []
     numbers: dict[Group, int] = {"main": 0, "light": 0, "window": 0}
     for node in aten.graph.find_nodes(op="call_function", target=attention):
         given = attention_arguments(node)
@@ -342,6 +353,8 @@ def _check_order(aten: GraphModule) -> None:
         if found[0] != found[1] or found[0] not in due:
             raise fault(node, f"keys and values of the next layer of its kind, one of {due}", f"those of {found}")
         numbers[found[0][1]] += 1
+        groups.append(found[0][1])
+    return groups
 
 
 def _layer_of(tensor: Node) -> tuple[int, Group] | None:

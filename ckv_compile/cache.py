@@ -30,7 +30,12 @@ class CacheShape(NamedTuple):
     window_layers: int = 0
     window_kv_heads: int = 0
     window_head_dim: int = 0
-    light_layers: int = 0  # clustered layers with fewer slots; in all else like those of the main group
+    light_layers: tuple[int, ...] = ()  # of the model: clustered layers with fewer slots, in all else like the others
+
+    @property
+    def clustered(self) -> int:
+        """Layers of both clustered groups."""
+        return self.layers + len(self.light_layers)
 
 
 class CacheState(NamedTuple):
@@ -77,7 +82,7 @@ class CacheState(NamedTuple):
         fill, light_fill, position = (zeros(dtype=torch.int64) for _ in range(3))
         active = torch.ones(batch_size, dtype=torch.bool, device=shape.device)
         ring = (shape.window_layers, shape.window_kv_heads, shape.window, shape.window_head_dim)
-        main, light = group(shape.layers, capacity), group(shape.light_layers, light_capacity)
+        main, light = group(shape.layers, capacity), group(len(shape.light_layers), light_capacity)
         return cls(*main, fill, active, position, zeros(*ring), zeros(*ring), *light, light_fill)
 
     @property

@@ -26,7 +26,7 @@ from ckv_compile.config import CKVConfig, layer_numbers
 from ckv_compile.errors import CKVError, ConfigError, InputError
 
 if TYPE_CHECKING:
-    from ckv_compile.cache import CacheShape
+    from ckv_compile.cache import CacheShape, ClusteredCache
     from ckv_compile.chat import Conversation
     from ckv_compile.model import CKVForCausalLM
 
@@ -433,6 +433,12 @@ def _line() -> str | None:
         return ""
 
 
+def _light_slots(cache: "ClusteredCache") -> str:
+    if not cache.shape.light_layers:
+        return ""
+    return f" ({int(cache.state.light_fill):,} of {cache.plans.light.capacity:,} in light layers)"
+
+
 def _chat_command(talk: "Conversation", line: str) -> bool:
     """Do what a line that starts with a slash says; False ends the chat.
 
@@ -451,7 +457,7 @@ def _chat_command(talk: "Conversation", line: str) -> bool:
         cache = talk.cache
         _note(
             f"{len(talk.messages)} messages, {cache.get_seq_length():,} tokens in {int(cache.state.fill):,} of "
-            f"{cache.capacity:,} slots, {render.size(cache.nbytes())}"
+            f"{cache.capacity:,} slots{_light_slots(cache)}, {render.size(cache.nbytes())}"
         )
     elif name in ("/save", "/load") and file:
         (talk.save if name == "/save" else talk.load)(file)
@@ -725,7 +731,7 @@ def calibrate(
     context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
     tokens: Annotated[int, typer.Option(min=1, help="How many of them, the last ones, are predicted.")] = 64,
     windows: Annotated[int, typer.Option(min=1, help="Windows of each text.")] = 4,
-    share: Annotated[float, typer.Option(help="Of a window that a layer keeps when it is measured.")] = 0.25,
+    share: Annotated[float, typer.Option(help="Slots of the layer that is measured, as a share of --context.")] = 0.25,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
@@ -1064,7 +1070,7 @@ def _show_artifact(path: str, as_json: bool) -> None:
     document = describe(path)
     config = document["config"]
     shape = CacheShape(**document["cache"] | {"dtype": _torch_dtype(document["cache"]["dtype"])})
-    plans = CKVConfig.from_options(config).plans(shape.layers + shape.light_layers)
+    plans = CKVConfig.from_options(config).plans(shape.clustered)
     document |= {
         "groups": _groups(shape),
         "row_bytes": row_bytes(shape, plans.main.capacity, plans.light.capacity),
@@ -1079,7 +1085,7 @@ def _groups(shape: "CacheShape") -> list[dict[str, Any]]:
     """The kinds of layers that a cache holds, with what they hold."""
     groups = [
         {"kind": "clustered", "layers": shape.layers, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim},
-        {"kind": "light", "layers": shape.light_layers, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim},
+        {"kind": "light", "layers": len(shape.light_layers), "kv_heads": shape.kv_heads, "head_dim": shape.head_dim},
         {
             "kind": "sliding window",
             "layers": shape.window_layers,

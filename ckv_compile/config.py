@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class CKVConfig:
     n_sink: int = 4
     n_recent: int = 32
     exact: float = 0.9
-    light_layers: tuple[int, ...] = ()
+    light_layers: Sequence[int] = ()
     light_share: float = 0.35
     chunk_size: int = 128
     r_init: float = 0.25
@@ -102,7 +102,9 @@ class CKVConfig:
         if self.r_decay < 0.0:
             raise ConfigError(f"r_decay={self.r_decay!r} must be >= 0: the share of merges falls from round to round")
         if not isinstance(self.budget, float):
-            self._check_plan(self.budget)
+            self._check_plan(self.budget, f"budget={self.budget} slots")
+            if self.light_layers:
+                self._light_budget(self.budget)
 
     def resolve(self, max_position_embeddings: int | None) -> "CKVConfig":
         """Return this config with `max_context` filled in and `budget` as an int number of slots.
@@ -155,10 +157,8 @@ class CKVConfig:
                 f"light_layers={list(self.light_layers)}: they are {light}, and the model has {layers} layers without "
                 "a sliding window; leave some that can have more slots"
             )
-        least = round(self.light_share * even.budget)
+        least = self._light_budget(even.budget)
         budgets = ((even.budget * layers - least * light) // (layers - light), least)
-        for budget in budgets:
-            self._check_plan(budget)
         return Plans(*(GroupPlan(self._schedule(budget), budget + self.interval) for budget in budgets))
 
     def _check_light_layers(self) -> None:
@@ -182,19 +182,25 @@ class CKVConfig:
             n_exact=max(0, min(int(self.exact * unprotected), unprotected - self.interval)),
         )
 
-    def _check_plan(self, budget: int) -> None:
+    def _light_budget(self, budget: int) -> int:
+        """Slots of a light layer."""
+        least = round(self.light_share * budget)
+        self._check_plan(least, f"the {least} slots of a light layer (light_share={self.light_share} of {budget})")
+        return least
+
+    def _check_plan(self, budget: int, name: str) -> None:
         protected = self.n_sink + self.n_recent
         if budget < protected + 2:
             raise ConfigError(
-                f"budget={budget} slots cannot hold n_sink={self.n_sink} + n_recent={self.n_recent} protected slots "
+                f"{name} cannot hold n_sink={self.n_sink} + n_recent={self.n_recent} protected slots "
                 f"and a pair to merge: use at least {protected + 2}, or protect fewer"
             )
         mergeable = self._schedule(budget).mergeable(budget + self.interval)
         if self.interval > mergeable:
             raise ConfigError(
-                f"interval={self.interval} is larger than the {mergeable} slots that one round can free from "
-                f"budget + interval = {budget + self.interval} slots with {protected} protected: use an interval of at "
-                f"most {budget - protected}, or a larger budget"
+                f"interval={self.interval} is larger than the {mergeable} slots that one round can free from {name} + "
+                f"interval = {budget + self.interval}, with {protected} protected: use an interval of at most "
+                f"{budget - protected}, or a larger budget"
             )
 
     def to_json(self) -> str:
@@ -245,7 +251,10 @@ def layer_numbers(text: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"layers {text!r}: {part!r} is no number or range; write them as in 0-4,10,12")
-        found += range(int(first), int(last if dash else first) + 1)
+        end = int(last if dash else first)
+        if end < int(first):
+            raise ConfigError(f"layers {text!r}: {part!r} ends before it begins")
+        found += range(int(first), end + 1)
     return tuple(found)
 
 

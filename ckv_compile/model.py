@@ -125,7 +125,7 @@ def allocate_cache(shape: CacheShape, config: CKVConfig, batch_size: int, **of_o
         InputError: for a batch size outside 1..max_batch_size.
     """
     check_batch_size(batch_size)
-    limit, plans = config.max_batch_size, config.plans(shape.layers + shape.light_layers)
+    limit, plans = config.max_batch_size, config.plans(shape.clustered)
     if batch_size > limit:
         raise InputError(
             f"a batch of {batch_size} rows; this model was transformed for 1 to {limit}: "

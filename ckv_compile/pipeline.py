@@ -105,7 +105,7 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
     )
     with _as_pass("insert_cached_attention", results):
         shape = cache_shape(graph, config.light_layers)
-        plans = config.plans(shape.layers + shape.light_layers)
+        plans = config.plans(shape.clustered)
     device = device_of(model)
     tokens = min(_CHECK_PROMPT + _CHECK_STEPS, *(plan.capacity - 1 for plan in plans if plan.capacity))  # no compaction
     ids = torch.arange(tokens, device=device)[None] * 7 % vocabulary
@@ -193,7 +193,7 @@ def _difference(found: Tensor, expected: Tensor, shape: CacheShape) -> str:
     """Say how much logits differ, if that is more than rounding."""
     error = float((found - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
     # A few units of the last place for every layer; what this looks for is of the size of the logits.
-    tolerance = 4 * (shape.layers + shape.light_layers + shape.window_layers) * torch.finfo(shape.dtype).eps + 1e-3
+    tolerance = 4 * (shape.clustered + shape.window_layers) * torch.finfo(shape.dtype).eps + 1e-3
     return "" if error < tolerance else f"logits differ by {error:.1%}"
 
 

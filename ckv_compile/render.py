@@ -308,7 +308,13 @@ def calibration(document: dict[str, Any]) -> None:
         [loss["layer"], f"{loss['kl']:.5f}", f"{loss['kl'] / total:.1%}", "light" if loss["layer"] in light else ""]
         for loss in document["losses"]
     ]
-    out.print(_table(["layer", "KL", "of all", ""], rows, title=f"one layer alone at {document['share']:.0%}"))
+    out.print(
+        _table(
+            ["layer", "KL", "of all", ""],
+            rows,
+            title=f"one layer alone with {document['share'] * document['context']:.0f} slots",
+        )
+    )
     out.print(f"--light-layers {document['option']}")
 
 

@@ -38,7 +38,7 @@ def save(cache: ClusteredCache, path: str | os.PathLike[str], model: str) -> Non
         "format": FORMAT,
         "model": model,
         "columns": str(cache.columns),
-        "plans": json.dumps(_written(cache.plans)),
+        "plans": json.dumps(_written(cache.shape, cache.plans)),
     }
     target = Path(path)
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
@@ -71,7 +71,7 @@ def load(path: str | os.PathLike[str], model: str, shape: CacheShape, plans: Pla
         raise InputError(f"{path} holds {metadata.get('format')!r}, not {FORMAT!r}: was it saved by save_cache()?")
     if metadata["model"] != model:
         raise InputError(f"{path} belongs to a model of other weights: load it with the model that it was saved by")
-    saved, wanted = json.loads(metadata["plans"]), _written(plans)
+    saved, wanted = json.loads(metadata["plans"]), _written(shape, plans)
     if saved != wanted:
         different = ", ".join(
             f"{name}={saved.get(name)} (here {wanted[name]})" for name in wanted if saved.get(name) != wanted[name]
@@ -111,9 +111,9 @@ def _used(name: str, tensor: Tensor, used: Mapping[str, int]) -> Tensor:
     return tensor[:, :, :, : used[_COUNTED_BY[name]]] if name in _COUNTED_BY else tensor
 
 
-def _written(plans: Plans) -> dict[str, Any]:
-    """Plans as they stand in a file."""
-    return {
+def _written(shape: CacheShape, plans: Plans) -> dict[str, Any]:
+    """Plans as they stand in a file, and the layers that have the one for light ones."""
+    return {"light_layers": list(shape.light_layers)} | {
         f"{group}{name}": value
         for group, plan in (("", plans.main), ("light_", plans.light))
         for name, value in (dataclasses.asdict(plan.schedule) | {"capacity": plan.capacity}).items()

@@ -235,12 +235,12 @@ def _similarity(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _layers(found: dict[str, Any]) -> Iterator[str]:
-    total, light = sum(loss["kl"] for loss in found["losses"]), set(found["light_layers"])
+    total, light = sum(loss["kl"] for loss in found["losses"]) or 1.0, set(found["light_layers"])
     shares = {loss["layer"]: loss["kl"] / total for loss in found["losses"]}
     worst = max(shares, key=shares.__getitem__)
     yield (
-        f"{found['model']}: KL to the full cache where one layer alone keeps {found['share']:.0%} of "
-        f"{found['context'] - found['tokens']:,} tokens, over the next {found['tokens']}, "
+        f"{found['model']}: KL to the full cache where one layer alone keeps {found['share'] * found['context']:.0f} "
+        f"of {found['context'] - found['tokens']:,} tokens, over the next {found['tokens']}, "
         f"{found['windows']} windows of each of {', '.join(found['texts'])}. Layer {worst} makes "
         f"{shares[worst]:.0%} of the sum, and the {len(light)} layers that lose least (bold) "
         f"{sum(shares[layer] for layer in light):.1%}."

@@ -140,9 +140,9 @@ def cache_shape(graph: GraphModule, light_layers: Collection[int] = ()) -> Cache
     first = tensor_meta(attention_arguments(sites[0]).k)
     clustered, windowed = groups[False], groups[True]
     heads, kv_heads, head_dim, _ = (clustered or windowed)[0]
-    light = groups_of(sites, light_layers).count("light")
+    light = tuple(number for number, group in enumerate(groups_of(sites, light_layers)) if group == "light")
     sizes = (kv_heads, heads // kv_heads, head_dim, first.dtype, first.device)
-    shape = CacheShape(len(clustered) - light, *sizes, light_layers=light)
+    shape = CacheShape(len(clustered) - len(light), *sizes, light_layers=light)
     if not windowed:
         return shape
     _, kv_heads, head_dim, window = windowed[0]

@@ -374,13 +374,16 @@ BAD = {
         "compacts keys by another plan",
     ),
     "light layers that the programs have not": (
-        consistent("ckv_config.json", lambda c: c["config"].update(light_layers=[0])),
-        "0 light layers, and the config has",
+        consistent("ckv_config.json", lambda c: c["config"].update(light_layers=[0], light_share=0.6)),
+        r"light layers \(\), and the config has \(0,\)",
     ),
     "layers that the programs have elsewhere": (
         consistent(
             "ckv_config.json",
-            lambda c: (c["config"].update(light_layers=[0]), c["cache"].update(layers=1, light_layers=1)),
+            lambda c: (
+                c["config"].update(light_layers=[0], light_share=0.6),
+                c["cache"].update(layers=1, light_layers=[0]),
+            ),
         ),
         "takes keys as",
     ),
@@ -409,6 +412,12 @@ def test_light_layers_are_saved_and_loaded(tmp_path, prompt):
     loaded = ckv_compile.load(tmp_path, compile="eager")
     assert loaded.ckv_config == model.ckv_config
     assert torch.equal(generate(loaded, prompt(70)), generate(model, prompt(70)))
+    spoil = consistent(
+        "ckv_config.json", lambda c: (c["config"].update(light_layers=[0]), c["cache"].update(light_layers=[0]))
+    )
+    spoil(tmp_path)
+    with pytest.raises(ArtifactError, match=r"has the light layers \(1,\), and ckv_config.json has \(0,\)"):
+        ckv_compile.load(tmp_path)
 
 
 @pytest.mark.parametrize("case", BAD)

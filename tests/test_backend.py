@@ -64,19 +64,23 @@ def test_transformers_own_loop_gives_the_tokens_of_transform(family, prompt):
     assert (cache.state.fill < cache.capacity).all()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_light_layers_give_the_tokens_of_transform(family, prompt):
-    light = {"light_layers": [1], "light_share": 0.6, "budget": 40} if family == "llama" else {"light_layers": [0]}
-    if family == "gemma3":
-        with pytest.raises(ConfigError, match="layer 0 has a sliding window, which stays as it is"):
-            ckv_compile.cache_for(model_of(family), **(OPTIONS | light))
-        return
-    model, inputs = model_of(family), padded(prompt, 0, 33)
+def test_a_layer_with_a_window_cannot_be_light():
+    with pytest.raises(ConfigError, match="layer 0 has a sliding window, which stays as it is"):
+        ckv_compile.cache_for(model_of("gemma3"), **(OPTIONS | {"budget": 100, "light_layers": [0]}))
+
+
+def test_light_layers_give_the_tokens_of_transform(prompt):
+    light = {"light_layers": [1], "light_share": 0.6, "budget": 40}
+    model, inputs = model_of(), padded(prompt, 0, 33)
     expected = ckv_compile.transform(model, compile="eager", **(OPTIONS | light)).generate(**inputs, **GREEDY)
     cache = ckv_compile.cache_for(model, batch_size=2, **(OPTIONS | light))
+    whole = inputs | {"position_ids": (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0), CACHE: cache}
     forward = torch.compile(model.forward, backend="ckv", options={"light_layers": [2]})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="give budget and light_layers together"):
+        forward(**whole)
+    forward = torch.compile(model.forward, backend="ckv", options=light | {"light_layers": [2]})
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="do not make the cache that it got"):
-        forward(**inputs, **{CACHE: cache})
+        forward(**whole)
     model.forward = torch.compile(model.forward, backend="ckv", options=light)
     found = model.generate(**inputs, **{CACHE: cache}, **GREEDY)
     assert torch.equal(found, expected)

@@ -181,7 +181,7 @@ def test_a_chat_reads_only_what_is_new_and_can_be_kept(compiled, loaded, tmp_pat
     read = [line for line in result.stderr.splitlines() if "tokens read" in line]
     assert [int(line.split()[0]) for line in read] == [9, 6, 6]
     stats = [line for line in result.stderr.splitlines() if "slots" in line]
-    assert stats[0] == stats[2] == "5 messages, 25 tokens in 25 of 72 slots, 44.6 KB"
+    assert stats[0] == stats[2] == "5 messages, 25 tokens in 25 of 72 slots, 49.2 KB"
     assert stats[1].startswith("1 messages, 0 tokens in 0 of 72 slots")
 
 
@@ -421,6 +421,23 @@ def test_eval_compares_budgets_with_the_full_cache(tiny, tmp_path):
     full, kept = json.loads(result.stdout)["rows"]
     assert (full["budget"], full["agreement"], kept["budget"]) == (None, 1.0, 50)
     assert abs(full["kl"]) < 1e-6 < kept["kl"]
+
+
+def test_calibrate_names_the_light_half(tiny, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(words(200))
+    arguments = ("calibrate", tiny, "--file", file, "--context", 100, "--windows", 2, "--tokens", 10, "--share", 0.5)
+    result = ckv(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    (light,), losses = document["light_layers"], document["losses"]  # of three layers
+    assert min(losses, key=lambda loss: loss["kl"])["layer"] == light == int(document["option"])
+    table = ckv(*arguments).stdout
+    assert "one layer alone with 50 slots" in table
+    assert table.splitlines()[-1] == f"--light-layers {light}"
+    said = ckv("generate", tiny, words(150), "--no-chat", "--max-new-tokens", 4, "--compile", "eager", "--budget", 100,
+               "--interval", 8, "--light-layers", light, "--light-share", 0.5)  # fmt: skip
+    assert said.exit_code == 0, said.stderr
 
 
 def test_export_writes_an_artifact_that_generates_the_same(compiled, artifact):

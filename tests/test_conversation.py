@@ -138,6 +138,12 @@ def test_files_that_do_not_fit_are_refused(prompt, tmp_path):
     ours.save_cache(cache, file)
     with pytest.raises(ckv_compile.InputError, match=r"interval=16 \(here 8\)|capacity=56 \(here 48\)"):
         transformed(interval=8).load_cache(file)
+    light, moved = transformed("light"), transformed("light", light_layers=(0, 1))
+    light.save_cache(after(light, prompt(60)), tmp_path / "light")
+    with pytest.raises(ckv_compile.InputError, match=r"light_layers=\[0, 2\] \(here \[0, 1\]\)"):
+        moved.load_cache(tmp_path / "light")
+    with pytest.raises(ckv_compile.InputError, match="a cache of another model or config"):
+        moved(prompt(5), past_key_values=light.new_cache())
     one_number, one_swap, other_angles = tiny_model(), tiny_model(), tiny_model(rope_theta=5000.0)
     with torch.no_grad():
         one_number.model.layers[1].mlp.down_proj.weight[3, 7] += 1e-6

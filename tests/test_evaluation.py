@@ -785,6 +785,13 @@ def test_layers_are_written_as_they_are_read(layers, text):
     assert not layers or layer_numbers(text) == layers
 
 
+@pytest.mark.parametrize(("family", "layer"), [("llama", 7), ("gemma3", 0)], ids=["none", "a window"])
+def test_light_layers_that_there_are_not_are_refused(family, layer, prompt):
+    chosen = choose([candidate(f"ours:light_layers={layer}")], [60])
+    with pytest.raises(ConfigError, match=f"light_layers: {layer} is no layer without a sliding window"):
+        predict(Reader(tiny_model(family), **PROTECTED), "a", 0, prompt(90), 10, chosen)
+
+
 def test_a_model_of_windows_has_no_layers_to_choose():
     model = tiny_model("gemma3", layer_types=["sliding_attention", "sliding_attention", "full_attention"])
     with pytest.raises(InputError, match="1 layers without a sliding window"):

@@ -113,6 +113,32 @@ def test_with_compaction_the_model_equals_a_run_of_the_reference(family, compile
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("chunk", [None, 30])
+def test_light_layers_beside_windows_equal_a_run_of_the_reference(chunk, prompt):
+    kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    model = tiny_model("gemma3", num_hidden_layers=4, layer_types=kinds).double()
+    light = {"light_layers": [2], "light_share": 0.6, "prefill_chunk": chunk}
+    ours = ckv_compile.transform(model, compile="eager", **(SMALL | light))
+    found = generate(ours, prompt(100), 40)
+    expected, _ = reference_logits(model, ours.ckv_config, prompt(100), 40, chunk)
+    torch.testing.assert_close(torch.stack(found.logits), expected.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_end_early_leave_their_light_layers_as_they_were(prompt):
+    ours = ckv_compile.transform(tiny_model(), compile="eager", **SMALL, light_layers=[1], light_share=0.6)
+    ids = prompt(50, batch=2)
+    alone = generate(ours, ids[:1], 30).sequences[0, 50:].tolist()
+    end = next(token for i, token in enumerate(alone) if i and token not in alone[:i])
+    ends = {"eos_token_id": end, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    batch = ours.generate(ids, max_new_tokens=30, do_sample=False, return_dict_in_generate=True, **ends)
+    state, ended = cache_of(batch).state, alone.index(end)
+    assert int(state.position[0]) < int(state.position[1])
+    assert int(state.position[0]) == 50 + ended + 1  # the end itself is taken
+    for degree in (state.degree, state.light_degree):
+        assert (degree[0].sum(dim=-1) == 50 + ended + 1).all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("compile", ["eager", "inductor"])
 def test_with_light_layers_the_model_equals_a_run_of_the_reference(compile, prompt):
     model = tiny_model().double()
@@ -125,7 +151,7 @@ def test_with_light_layers_the_model_equals_a_run_of_the_reference(compile, prom
     assert (light.schedule.budget, main.schedule.budget) == (24, 72)  # 40 in the mean
     for layer, (slots, index) in enumerate([(state.light, 0), (state.main, 0), (state.light, 1)]):
         for head in range(3):
-            row, used = rows.rows[0, layer, head], int(slots[4])
+            row, used = rows.rows[0, layer, head], int(slots[5])
             assert row.keys.shape[0] == used
             torch.testing.assert_close(slots[0][0, index, head, :used], row.keys, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(slots[2][0, index, head, :used], row.degree)

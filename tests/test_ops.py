@@ -170,7 +170,7 @@ def test_opcheck(dtype: torch.dtype, dim: int, steps: int) -> None:
         torch.library.opcheck(window_attention, arguments)
     torch.library.opcheck(compact_, (*state[:8], steps, *PLAN))
     torch.library.opcheck(compact_, (*state[:7], None, steps, *PLAN))
-    shape = CacheShape(LAYERS, KV_HEADS, 3, dim, dtype, torch.device("cpu"), 7, LAYERS, KV_HEADS, dim, LAYERS)
+    shape = CacheShape(LAYERS, KV_HEADS, 3, dim, dtype, torch.device("cpu"), 7, LAYERS, KV_HEADS, dim, (0, 1))
     for group in get_args(Group):
         others = CacheState.allocate(shape, 1, 2, CAPACITY)[8:]
         arguments = (k, v, *state[:8], *others, 1, group, *PLAN, torch.tensor([0, steps - 1]))
@@ -430,7 +430,7 @@ def test_garbage_past_fill_is_never_read() -> None:
 @pytest.mark.parametrize("group", get_args(Group))
 def test_padding_is_skipped_bit_for_bit(steps: int, group: Group) -> None:
     """A row behind padding gets and leaves what it does alone; `append_` leaves the same state."""
-    shape = CacheShape(LAYERS, KV_HEADS, 3, 8, torch.float32, torch.device("cpu"), 7, LAYERS, KV_HEADS, 8, LAYERS)
+    shape = CacheShape(LAYERS, KV_HEADS, 3, 8, torch.float32, torch.device("cpu"), 7, LAYERS, KV_HEADS, 8, (0, 1))
     batch, alone, appended = (CacheState.allocate(shape, CAPACITY, 2, CAPACITY) for _ in range(3))
     q, k, v = (part[0] for part in random_turn(2, steps, 8, torch.float32, seed=0))
     pads = torch.tensor([2, 0])

@@ -450,7 +450,7 @@ def test_layers_with_and_without_a_window_are_two_groups_of_the_cache():
     canonicalize_attention(graph, layers=3)
     shape = cache_shape(graph)
     assert shape[:4] == (1, 3, 2, 16)
-    assert shape[6:] == (20, 2, 3, 16, 0)
+    assert shape[6:] == (20, 2, 3, 16, ())
     insert_cached_attention(graph, PLANS)
     targets = [node.target for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
     assert targets == [window_attention, cached_attention, window_attention]
@@ -531,7 +531,7 @@ def test_light_layers_are_a_group_of_their_own():
     graph = capture(tiny_model("gemma3", head_dim=16, sliding_window=20, num_hidden_layers=4, layer_types=KINDS))
     canonicalize_attention(graph, layers=4)
     shape, plans = cache_shape(graph, (2,)), CKVConfig(budget=400, light_layers=(2,), light_share=0.3).plans(3)
-    assert (shape.layers, shape.light_layers, shape.window_layers) == (2, 1, 1)
+    assert (shape.layers, shape.light_layers, shape.window_layers) == (2, (2,), 1)
     insert_cached_attention(graph, plans, (2,))
     calls = [node for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
     assert [node.args[3].name for node in calls] == ["keys", "window_keys", "light_keys", "keys"]

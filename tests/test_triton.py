@@ -141,17 +141,20 @@ class _ChipElsewhere:
         return True
 
 
-@pytest.mark.parametrize(("family", "exact"), [("llama", 0.5), ("gpt-oss", 0.0)])
-def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, exact, monkeypatch):
+@pytest.mark.parametrize(("family", "exact", "light"), [("llama", 0.5, ()), ("gpt-oss", 0.0, ()), ("llama", 0.0, (1,))])
+def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, exact, light, monkeypatch):
     """What Inductor is given for a CUDA package: launches that it can compile, which write to the state in place."""
     monkeypatch.setattr(triton.runtime.driver, "_active", _ChipElsewhere())
     model = tiny_model(family, head_dim=64).to(torch.bfloat16)
     options = {"budget": 160, "interval": 32, "n_recent": 8, "n_sink": 2, "exact": exact, "chunk_size": 16}
-    rewritten, config = rewrite_model(model, None, options)
-    state = CacheState.allocate(rewritten.shape, config.capacity, 1)
+    options |= {"light_layers": light, "light_share": 0.5}
+    rewritten, _ = rewrite_model(model, None, options)
+    main, others = rewritten.plans
+    state = CacheState.allocate(rewritten.shape, main.capacity, 1, others.capacity)
     ids = torch.zeros(1, 1, dtype=torch.int64)
     graph = reexport(rewritten.graph, ids, state)
-    assert lower_to_triton(graph) == 4  # three layers, and the compaction
+    compactions = 2 if light else 1
+    assert lower_to_triton(graph) == 3 + compactions  # of layers, and of groups
     graph.recompile()
     graphs = []
     with torch.no_grad():
@@ -164,7 +167,8 @@ def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, exact, mon
     with V.set_fake_mode(detect_fake_mode(inputs)):
         reinplace_inplaceable_ops(SimpleNamespace(incremental_update=lambda: None), lowered.graph)
     launches = lowered.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
-    assert len(launches) == (8 if exact else 6)  # a compaction has three, and two more where slots are exact
+    # A compaction has three, and two more where slots are exact.
+    assert len(launches) == 3 + compactions * (5 if exact else 3)
     for node in launches:
         written = {
             "keys_ptr",

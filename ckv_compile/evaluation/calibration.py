@@ -38,7 +38,7 @@ def losses(
         reader: of the model.
         windows: of texts, by name, [1, S] int64 each; all but the last tokens are the beginning that is compressed.
         predicted: tokens to predict.
-        share: of the tokens of a window that a layer keeps, in (0, 1).
+        share: slots of the layer that is measured, as a share of the tokens of a window, in (0, 1).
         show: told the windows and layers that are done and how many there are.
 
     Raises:

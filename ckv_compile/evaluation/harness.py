@@ -91,7 +91,16 @@ class Reader:
 
         Returns:
             Logits of the last token [1, 1, vocab]; and the rows, in batches of at most `_ROWS`, in their order.
+
+        Raises:
+            ConfigError: for light layers that the model has not.
         """
+        for number in {layer for _, how in wanted for layer in how.config.light_layers}:
+            if number not in self.clustered_layers:
+                raise ConfigError(
+                    f"light_layers: {number} is no layer without a sliding window of this model; those are "
+                    f"{', '.join(map(str, self.clustered_layers))}"
+                )
         plans = [how.plans(length, self.shape.layers) for length, how in wanted]
         batches = []
         for start in range(0, len(wanted), _ROWS):

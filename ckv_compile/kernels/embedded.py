@@ -74,7 +74,7 @@ def compact_(
     last_queries: Tensor,
     fill: Tensor,
     active: Tensor,
-    position: Tensor,
+    position: Tensor | None,
     tokens: int,
     budget: int,
     n_sink: int,
@@ -88,8 +88,10 @@ def compact_(
     """`ckv::compact_` after one token a row."""
     if not keys.shape[1]:  # windows alone, which are never compacted
         fill.add_(active)
-        position.add_(active)
+        if position is not None:
+            position.add_(active)
         return
     schedule = Schedule(budget, n_sink, n_recent, chunk_size, r_init, r_decay, r_min, n_exact)
+    seen = torch.empty_like(fill) if position is None else position  # see `ops._compact`
     with in_graph():
-        compaction.compact(keys, values, degree, queries, last_queries, fill, position, active, schedule)
+        compaction.compact(keys, values, degree, queries, last_queries, fill, seen, active, schedule)

@@ -47,9 +47,9 @@ class Serving(NamedTuple):
 
     def shape(self, spec: AttentionSpec, device: torch.device) -> CacheShape:
         """The shape of the state of layers that have the heads of `spec`."""
-        light = len(self.config.light_layers)
+        light = tuple(self.config.light_layers)
         heads = (spec.num_kv_heads, self.heads // spec.num_kv_heads)
-        return CacheShape(self.layers - light, *heads, spec.head_size, spec.dtype, device, light_layers=light)
+        return CacheShape(self.layers - len(light), *heads, spec.head_size, spec.dtype, device, light_layers=light)
 
     def one(self, spec: AttentionSpec) -> CacheState:
         """The state of one request, without memory."""
@@ -106,7 +106,7 @@ def carve(memory: Tensor, serving: Serving, spec: AttentionSpec, rows: int) -> C
         name: memory[start : start + size].view(part.dtype).view(rows, *part.shape[1:])
         for name, start, size, part in zip(_IN_BLOCKS, starts, sizes, parts, strict=False)
     }
-    shape = serving.shape(spec, memory.device)._replace(layers=0, light_layers=0)
+    shape = serving.shape(spec, memory.device)._replace(layers=0, light_layers=())
     state = CacheState.allocate(shape, 0, rows)._replace(**carved)
     state.active[0] = False
     return state
