@@ -8,7 +8,6 @@ command line says, and is warmed up first.
 import argparse
 import json
 import os
-import platform
 import pydoc_data.topics
 import statistics
 import subprocess
@@ -17,6 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ckv_compile.benchmark.timing import machine_name
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import CKVError
 from ckv_compile.loading import SMOLLM2, load_tokenizer, path_of
@@ -171,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(report(rows[-1:]), flush=True)
     print(report(rows))
     if args.json:
-        machine = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+        machine = {"machine": machine_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
         args.json.write_text(json.dumps({**job, "ckv": args.ckv, **machine, "rows": rows}, indent=2) + "\n")
 
 
