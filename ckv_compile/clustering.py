@@ -245,6 +245,8 @@ def compress(
         rounds: slots to merge in each round.
         schedule: what is protected, and the chunks.
     """
+    if not rounds:
+        return keys, values, degree
     wide, stop = accumulator_dtype(keys.dtype), keys.shape[1] - schedule.n_recent
     middle = slice(schedule.n_front, stop)  # what may merge: a round would copy the slots around it too
     inner = dataclasses.replace(schedule, n_sink=0, n_exact=0, n_recent=0)

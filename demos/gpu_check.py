@@ -355,9 +355,9 @@ _compact = compaction.compact
 
 def compact_to_capacity(keys: Tensor, *arguments: Any) -> None:
     """Compaction in a step that was compiled for one budget and runs on caches of several: to capacity - INTERVAL."""
-    *others, _ = arguments
     sizes = SIZES | {"budget": keys.shape[3] - INTERVAL}
-    _compact(keys, *others, ckv_compile.CKVConfig(**sizes, interval=INTERVAL).schedule)
+    schedule = ckv_compile.CKVConfig(**sizes, interval=INTERVAL).schedule
+    _compact(keys, *arguments[:7], schedule, *arguments[8:])
 
 
 def time_attention() -> Iterator[Result]:

@@ -367,3 +367,11 @@ def test_queries_run_on_however_they_come(turns: list[int], seed: int) -> None:
         newest = own[:, -LAST:].transpose(0, 1) * 0.7
         places = [(position - len(newest) + i) % LAST for i in range(len(newest))]
         assert torch.equal(last[places], newest)
+
+
+def test_without_rounds_a_row_is_left_as_it_is() -> None:
+    """Also one of fewer slots than the schedule protects."""
+    schedule = Schedule(60, 2, 8, 16, 0.25, 0.01, 0.05, n_exact=40)
+    row = (torch.randn(2, 30, 8), torch.randn(2, 30, 8), torch.ones(2, 30))
+    for found, given in zip(clustering.compress(*row, (), schedule), row, strict=True):
+        assert torch.equal(found, given)

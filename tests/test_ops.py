@@ -292,7 +292,7 @@ def test_a_batch_of_some_rows_of_a_state_has_the_bits_of_these_rows(schedule: Sc
 def test_appending_with_queries_leaves_what_attention_leaves(turns: list[int], group: Group) -> None:
     plan, theirs = dataclasses.astuple(EXACT), empty_state(2, 8, torch.float32)
     heads = (KV_HEADS, HEADS // KV_HEADS)
-    shape = CacheShape(LAYERS, *heads, 8, torch.float32, torch.device("cpu"), light_layers=LAYERS)
+    shape = CacheShape(LAYERS, *heads, 8, torch.float32, torch.device("cpu"), light_layers=(0, 1))
     ours = CacheState.allocate(shape, CAPACITY, 2, CAPACITY)
     for steps in turns:
         turn = random_turn(2, steps, 8, torch.float32, seed=steps)

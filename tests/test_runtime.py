@@ -129,8 +129,11 @@ def test_steps_launched_ahead_of_the_end_change_nothing(lag, prompt):
 
 @pytest.mark.parametrize("name", ["greedy", "greedy, repetition penalty"])
 def test_a_row_that_ends_early_is_that_row_alone(name, prompt):
-    """Its end enters its cache, but no padding does; the others go on over compactions."""
-    ours = transformed()
+    """Its end enters its cache, but no padding does; the others go on over compactions.
+
+    In float64: one row and two take other paths through BLAS, and rounding may decide which slots are exact.
+    """
+    ours = ckv_compile.transform(tiny_model().double(), compile="eager", **SMALL)
     arguments = {"max_new_tokens": 60, "pad_token_id": 0, "return_dict_in_generate": True, **OPTIONS[name]}
     shown = torch.ones(2, 50, dtype=torch.int64)  # the prompt holds the padding token too
     free = ours.generate(prompt(50, batch=2), attention_mask=shown, **arguments).sequences
