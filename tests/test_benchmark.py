@@ -45,7 +45,7 @@ def test_all_tables_are_printed_and_written(tiny, tmp_path, capsys):
     result = json.loads(file.read_text())
     (run,) = result["runs"]
     caches = {row["method"]: row["cache_mb"] for row in run["rows"]}
-    assert caches["ckv_compile, 110 slots"] == 3 * 3 * ((110 + 64) * (2 * 8 * 4 + 4) + 2 * 8 * 4) / 1e6
+    assert caches["ckv_compile, 110 slots"] == 3 * 3 * ((110 + 64) * (2 * 8 * 4 + 4) + (2 + 8 * 2) * 8 * 4) / 1e6
     assert len(caches) == (6 if importlib.util.find_spec("torchao") else 5)
     assert all(row["ms_per_token"] > 0 for row in run["rows"])
     full, half = result["quality"]

@@ -373,5 +373,5 @@ def test_without_rounds_a_row_is_left_as_it_is() -> None:
     """Also one of fewer slots than the schedule protects."""
     schedule = Schedule(60, 2, 8, 16, 0.25, 0.01, 0.05, n_exact=40)
     row = (torch.randn(2, 30, 8), torch.randn(2, 30, 8), torch.ones(2, 30))
-    for found, given in zip(clustering.compress(*row, (), schedule), row, strict=True):
-        assert torch.equal(found, given)
+    for found, expected in zip(clustering.compress(*row, (), schedule), row, strict=True):
+        assert torch.equal(found, expected)
