@@ -70,7 +70,9 @@ def test_a_long_text_goes_on_as_text_and_the_cache_keeps_its_accounts(dtype, rea
     ours = ckv_compile.transform(copy.deepcopy(model).to(dtype), budget=256, interval=32)
     found = generate(ours, text.input_ids[:, :1500], 110)
     cache = cache_of(found)
-    assert cache.nbytes() == 30 * 3 * ((256 + 32) * (2 * 64 * dtype.itemsize + 4) + 2 * 64 * 4)
+    assert cache.nbytes() == 30 * 3 * (
+        (256 + 32) * (2 * 64 * dtype.itemsize + 4) + 2 * 64 * 4 + 8 * 3 * 64 * dtype.itemsize
+    )
     assert (cache.state.degree.sum(dim=-1) == 1500 + 109).all()
     answer = tokenizer.decode(found.sequences[0, 1500:])
     assert len(set(answer.split())) > 10, f"the text has fallen apart: {answer!r}"
