@@ -96,7 +96,7 @@ def test_what_a_layer_asks_for_and_is_not_served(folder: str, change: dict[str, 
 
 
 def test_all_reasons_are_in_one_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = asking(folder, SMALL | {"light_layers": [0, 2]})
+    config = asking(folder, SMALL | {"budget": 160, "light_layers": [0, 2]})
     config.speculative_config = config.kv_transfer_config = SimpleNamespace()
     config.parallel_config.decode_context_parallel_size = 2
     config.parallel_config.prefill_context_parallel_size = 2
