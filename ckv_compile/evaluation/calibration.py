@@ -1,8 +1,8 @@
 """Which layers lose least by a small cache: `CKVConfig.light_layers` of a model.
 
 Each layer is compressed alone, all others keep every token, and the loss is the KL divergence of the next tokens of a
-text from those with the full cache. Layers differ by two orders of magnitude in it, and alike on all texts we tried, so
-the half that loses least can give some of its slots to the others.
+text from those with the full cache. Layers differ by two orders of magnitude in it, so the half that loses least can
+give some of its slots to the others.
 """
 
 from collections.abc import Callable, Mapping
