@@ -16,9 +16,9 @@ from ckv_compile.schedule import GroupPlan, Plans, Schedule
 class CKVConfig:
     """How a clustered KV cache is sized and compacted.
 
-    The defaults keep most slots exact (`exact=0.9`) and merge all other tokens by gentle rounds (`r_init=0.25`): a
-    prompt is compressed by many rounds that each merge a few of the most similar slots. A compaction in decode is one
-    round that merges `interval` slots, whatever r_* say.
+    The defaults keep most slots exact (`exact=0.9`) and merge all other tokens in rounds that each take up to half of
+    set A (`r_init=0.5`): a prompt is compressed by a dozen of them. With few exact slots gentler ones are better, such
+    as `r_init=0.25`. A compaction in decode is one round that merges `interval` slots, whatever r_* say.
 
     Args:
         budget: cache slots per KV head after compaction. An int counts slots; a float strictly between 0
@@ -59,7 +59,7 @@ class CKVConfig:
     light_layers: Sequence[int] = ()
     light_share: float = 0.35
     chunk_size: int = 128
-    r_init: float = 0.25
+    r_init: float = 0.5
     r_decay: float = 0.01
     r_min: float = 0.05
     max_context: int | None = None

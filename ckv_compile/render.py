@@ -135,25 +135,32 @@ def contest(document: dict[str, Any]) -> None:
         f"{machine['torch']}, transformers {machine['transformers']}, {machine['date']}: {document['tokens']} tokens x "
         f"{document['rounds']} rounds, medians (prefill: range over the rounds; token: quartiles)"
     )
-    for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in document["rows"]):
-        rows = [row for row in document["rows"] if (row["context"], row["batch"]) == (context, batch)]
-        beyond = document["own_context"] is not None and context > document["own_context"]
-        title = f"context {context:,}{' (beyond the model, for speed alone)' if beyond else ''}, batch {batch}"
-        out.print(title, _table(_CONTEST_HEADS, map(_contest_cells, rows)), sep="\n")
+    for title, rows in contest_tables(document):
+        out.print(title, _table(CONTEST_HEADS, rows), sep="\n")
     for row in document["rows"]:
         if row["failed"]:
             out.print(f"{contestant(row)}, context {row['context']:,}, batch {row['batch']}: {row['failed']}")
 
 
-_CONTEST_HEADS = (
+CONTEST_HEADS = (
     *("contestant", "prefill s", "compression s", "ms/token", "tokens/s", "floor ms", "x floor"),
     *("peak", "cache", "compile s, cold", "warm"),
 )
+"""Of the columns of `contest_tables`."""
+
+
+def contest_tables(document: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
+    """A title, and a row for every contestant, of every context and batch."""
+    for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in document["rows"]):
+        rows = [row for row in document["rows"] if (row["context"], row["batch"]) == (context, batch)]
+        beyond = document["own_context"] is not None and context > document["own_context"]
+        title = f"context {context:,}{' (beyond the model, for speed alone)' if beyond else ''}, batch {batch}"
+        yield title, [_contest_cells(row) for row in rows]
 
 
 def _contest_cells(row: dict[str, Any]) -> list[str]:
     if row["failed"]:
-        return [contestant(row), "-" if len(row["failed"]) > 30 else row["failed"], *"-" * (len(_CONTEST_HEADS) - 2)]
+        return [contestant(row), "-" if len(row["failed"]) > 30 else row["failed"], *"-" * (len(CONTEST_HEADS) - 2)]
     step, floor = row["step_s"], row["floor_s"]
     return [
         contestant(row),

@@ -53,7 +53,7 @@ from ckv_compile.schedule import Schedule  # noqa: E402
 
 DEVICE = torch.device("cpu" if DRY else "cuda")
 SIZES = {"budget": 96, "chunk_size": 64} if DRY else {"budget": 448, "chunk_size": 128}
-SCHEDULE = Schedule(**SIZES, n_sink=4, n_recent=32, r_init=0.25, r_decay=0.01, r_min=0.05)
+SCHEDULE = Schedule(**SIZES, n_sink=4, n_recent=32, r_init=0.5, r_decay=0.01, r_min=0.05)
 INTERVAL = 16 if DRY else 64
 KEPT = (1.0, 0.5, 0.25)
 

@@ -5,7 +5,9 @@
 The page says what was measured and by which command; every number on it is computed here from those files, which are:
 
     *.jsonl           outcomes of tasks and texts: ckv eval ... --out FILE; NAME.PEER.jsonl goes into the tables of
-                      NAME.jsonl
+                      NAME.jsonl, and what ablations*.jsonl has is shown by the choices that it tests
+    speed*.json       ckv bench MODEL --save FILE
+    serving*.json     python -m ckv_compile.vllm.bench --json FILE
     cost.json         python -m ckv_compile.evaluation.cost --json FILE
     layers.json       ckv calibrate MODEL --json > FILE
     similarity.json   python demos/similarity.py --json FILE
@@ -14,12 +16,14 @@ The page says what was measured and by which command; every number on it is comp
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+from ckv_compile.evaluation.ablations import ABLATIONS
 from ckv_compile.evaluation.methods import FULL, OURS
 from ckv_compile.evaluation.outcomes import (
     MEAN,
@@ -32,6 +36,8 @@ from ckv_compile.evaluation.outcomes import (
     summarise,
     summarise_texts,
 )
+from ckv_compile.render import CONTEST_HEADS, contest_tables, contestant
+from ckv_compile.vllm.bench import report
 
 FOLDER = Path(__file__).parent / "results"
 PLOT = "quality.png"
@@ -98,7 +104,8 @@ def joined(files: Sequence[File]) -> list[File]:
 def page(folder: Path = FOLDER) -> str:
     """The text of docs/results.md."""
     files, numbers = read(folder)
-    runs = joined(files)
+    every = joined(files)
+    runs = [run for run in every if not _is_ablation(run)]
     blocks = [
         "# Results",
         "Made by `python docs/results.py --write docs/results.md` from the files in `docs/results`; nothing here "
@@ -111,7 +118,7 @@ def page(folder: Path = FOLDER) -> str:
         f"small model of the table above shows it too. The paper's method is `{PAPER}` in the tables; `{OURS}` is the "
         "default, whose exact slots are not in the paper.",
         *_legend(files),
-        _table(["claim", "here", "found"], [list(claim) for claim in claims(runs, numbers)]),
+        _table(["claim", "here", "found"], [list(claim) for claim in claims(every, numbers)]),
         "## Ours against the best other method",
         "Of each cell, ours against the method that is best there, chosen after the fact; others with light layers, "
         "which are ours, are left out. A score is a mean over tasks (more is better), KL one over texts (less is "
@@ -122,6 +129,13 @@ def page(folder: Path = FOLDER) -> str:
         blocks += [f"![Quality against budget](results/{PLOT})"]
     for file in runs:
         blocks += [f"## {_title(file)}", *(_tasks(file) if file.tasks else _texts(file))]
+    if len(runs) < len(every):
+        blocks += ["## Ablations", *_ablations([run for run in every if _is_ablation(run)])]
+    for name, found in numbers.items():
+        if name.startswith("speed"):
+            blocks += [f"## Speed and memory: {name}", *_speed(found)]
+        if name.startswith("serving"):
+            blocks += [f"## With vLLM: {name}", *_serving(found)]
     if "layers" in numbers:
         blocks += ["## What layers lose", *_layers(numbers["layers"])]
     if "similarity" in numbers:
@@ -200,6 +214,82 @@ def _texts(file: File) -> Iterator[str]:
         yield f"KL as the predictions go on, in {len(parts)} equal parts, for {_text_name(texts[-1])}:"
         table = [[_name(row.method), _kept(row.budget), *(f"{part:.3f}" for part in row.kl_parts)] for row in long]
         yield _table(["method", "kept", *map(str, parts)], table)
+
+
+def _is_ablation(file: File) -> bool:
+    return file.name.startswith("ablations")
+
+
+def _ablations(files: Sequence[File]) -> Iterator[str]:
+    yield (
+        "One choice changed at a time, on the seeds and texts for tuning: nothing here is in the tables above. The "
+        "differences are to the first row of a table, on equal prompts or windows; a KL is better if less, a score if "
+        "more. What the paper chooses is tested without exact slots, which leave centroids little to do."
+    )
+    measures = {head: values for file in files for head, values in _measures(file)}
+    for name, methods in ABLATIONS.items():
+        shown = {head: values for head, values in measures.items() if len(values.keys() & {*methods}) > 1}
+        if shown:
+            yield f"### {name}"
+            first = {
+                head: next(values[method] for method in methods if method in values) for head, values in shown.items()
+            }
+            table = [
+                [method, *(_beside(values.get(method), first[head]) for head, values in shown.items())]
+                for method in methods
+                if any(method in values for values in shown.values())
+            ]
+            yield _table(["", *shown], table)
+
+
+def _measures(file: File) -> Iterator[tuple[str, dict[str, dict[Any, float]]]]:
+    """What was measured of each budget: the values of every method by their prompts, or windows."""
+    found: dict[str, dict[str, dict[Any, float]]] = {}
+    for each in file.tasks:
+        cell = found.setdefault(f"score {each.protocol}, {_kept(each.budget)}", {}).setdefault(each.method, {})
+        cell[each.task, each.length, each.depth, each.seed] = each.score
+    for window in file.texts:
+        cell = found.setdefault(f"KL, {_kept(window.budget)}", {}).setdefault(window.method, {})
+        cell[window.text, window.window] = window.kl
+    yield from found.items()
+
+
+def _beside(values: dict[Any, float] | None, first: dict[Any, float]) -> str:
+    """A mean, and how far it is from the first one."""
+    if values is None:
+        return "-"
+    mean = f"{statistics.fmean(values.values()):.3f}"
+    if values is first:
+        return mean
+    more, half = difference(values, first)
+    return f"{mean} ({more:+.3f} ± {half:.3f})"
+
+
+def _speed(found: dict[str, Any]) -> Iterator[str]:
+    machine = found["machine"]
+    yield (
+        f"`ckv bench`: {found['model']}, {found['dtype']}, {machine['name']}, {machine['threads']} threads, torch "
+        f"{machine['torch']}, transformers {machine['transformers']}, {machine['date']}. {found['tokens']} tokens, "
+        f"{found['rounds']} rounds in turn, medians with the range of the prefills and the quartiles of the tokens. "
+        '"floor" is what reading weights and cache once takes, at the bandwidth measured in the run.'
+    )
+    for title, rows in contest_tables(found):
+        yield f"### {title}"
+        yield _table(CONTEST_HEADS, rows)
+    for row in found["rows"]:
+        if row["failed"]:
+            yield f"{contestant(row)}, context {row['context']:,}, batch {row['batch']}: {row['failed']}"
+
+
+def _serving(found: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"`python -m ckv_compile.vllm.bench`: {found['model']}, {found['dtype']}, {found['machine']}, "
+        f"{found['threads']} threads, torch {found['torch']}, {'eager' if found['eager'] else 'compiled'}"
+        f"{', prompts whole' if found['whole'] else ''}. Prompts of {found['prompt']:,} tokens, replies of "
+        f"{found['tokens']:,}, {found['memory'] // 2**20:,} MiB of KV cache; ours with "
+        f"`{json.dumps(found['ckv'])}`. All requests arrive at once."
+    )
+    yield report(found["rows"])
 
 
 def _name(method: str) -> str:

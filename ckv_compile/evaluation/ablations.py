@@ -124,6 +124,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "rope": ("csm", "csm-before-rope"),
     "exact": tuple(f"ours:exact={share}" for share in (0.0, 0.5, 0.8, 0.9, 0.95)),
     "r-init": tuple(f"ours:exact=0.0,r_init={share},r_min=0.05" for share in (1.0, 0.5, 0.25, 0.1)),
+    "rounds": tuple(f"ours:r_init={share}" for share in (0.5, 0.25, 1.0)),
     "r-decay": tuple(f"ours:exact=0.0,r_decay={decay}" for decay in (0.0, 0.01, 0.05)),
     "chunk-size": tuple(f"ours:exact=0.0,chunk_size={size}" for size in (16, 64, 128, 256, 1024)),
     "sinks": tuple(f"ours:n_sink={count}" for count in (0, 4, 16)),
@@ -132,5 +133,6 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 }
 """Candidates whose rows stand beside each other, by the choice that they test. Intervals are for texts alone.
 
-What the paper chooses is tested without exact slots, which would leave centroids little to do.
+What the paper chooses is tested without exact slots, which would leave centroids little to do; "rounds" is r_init again,
+beside exact slots.
 """
