@@ -76,6 +76,7 @@ ABLATIONS = (
     "rope",
     "exact",
     "r-init",
+    "rounds",
     "r-decay",
     "chunk-size",
     "sinks",

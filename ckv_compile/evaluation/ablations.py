@@ -133,6 +133,6 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 }
 """Candidates whose rows stand beside each other, by the choice that they test. Intervals are for texts alone.
 
-What the paper chooses is tested without exact slots, which would leave centroids little to do; "rounds" is r_init again,
-beside exact slots.
+What the paper chooses is tested without exact slots, which would leave centroids little to do. "rounds" is
+r_init again, with them.
 """
