@@ -20,7 +20,7 @@ SETTINGS = {
     "context": 100,
     "tokens": 10,
 }
-PAPER = "ours:exact=0.0"
+PAPER = "ours:exact=0.0,r_init=0.25"
 ABOUT = {"date": "2026-01-02", "cpu": "a CPU", "threads": 1}
 
 
@@ -115,6 +115,78 @@ def test_light_layers_are_named_once_and_compared_as_ours(results, tmp_path):
     assert "| 50 % | ours | 0.60 | tova | 0.50 | +0.10 ± 0.00 |" in page
     assert "| tova + light layers | 50 %" in page
     assert "Layer 1 makes 60% of the sum, and the 2 layers that lose least (bold) 20.0%." in page
+
+
+def test_ablations_stand_apart_by_what_they_change(results, tmp_path):
+    kls = {"csm": [0.1, 0.2, 0.3], "csm-contiguous": [0.3, 0.4, 0.5], "ours:r_init=0.5": [0.1, 0.1, 0.1]}
+    written(tmp_path, "ablations.jsonl", [each for method, found in kls.items() for each in predicted(method, found)])
+    scores = {"csm": [1.0] * 4, "csm-contiguous": [0.0, 1.0] * 2, "full": [1.0] * 4}
+    written(
+        tmp_path,
+        "ablations-tasks.jsonl",
+        [
+            each
+            for method, found in scores.items()
+            for each in asked("needle", method, None if method == "full" else 0.5, found)
+        ],
+    )
+    page = " ".join(results.page(tmp_path).split())
+    assert "### partition" in page
+    assert "### rounds" not in page  # a single one compares with nothing
+    assert "| csm | 1.000 | 0.200 |" in page
+    assert "| csm-contiguous | 0.500 (-0.500 ± 0.919) | 0.400 (+0.200 ± 0.000) |" in page
+    assert "## Tasks" not in page
+    assert "## Texts" not in page
+    assert claim(verdicts(results, tmp_path), "partition").verdict == "reproduced"
+
+
+def test_scores_by_depth(results, tmp_path):
+    thirds = [
+        each._replace(depth=depth)
+        for method, scores in {"full": [1.0, 1.0, 1.0], "ours": [1.0, 0.0, 0.5]}.items()
+        for depth, score in zip((0.2, 0.5, 1.0), scores, strict=True)
+        for each in asked("needle", method, None if method == "full" else 0.5, [score])
+    ]
+    written(tmp_path, "tasks.jsonl", thirds)
+    assert "| ours | 50 % | 1.00 | 0.00 | 0.50 |" in " ".join(results.page(tmp_path).split())
+
+
+def test_speeds_stand_in_the_page_and_beside_the_claims(results, tmp_path):
+    spread = {"median": 0.2, "low": 0.1, "high": 0.3}
+    row = {"context": 2048, "batch": 1, "kind": "dynamic", "name": "dynamic", "kept": None, "failed": None}
+    row |= {"prefill_s": spread, "compression_s": None, "step_s": spread, "tokens_per_s": 5.0, "floor_s": 0.1}
+    row |= {"peak_bytes": None, "cache_bytes": 10**6, "compile_cold_s": None, "compile_warm_s": None}
+    fast = row | {"kind": "ours", "name": "ours", "kept": 0.25, "step_s": spread | {"median": 0.05}}
+    broken = row | {"kind": "ours", "name": "ours", "kept": 0.5, "failed": "it broke"}
+    machine = {"name": "a CPU", "threads": 2, "torch": "2", "transformers": "5", "date": "2026-01-02"}
+    speed = {"model": "tiny", "machine": machine, "dtype": "float32", "own_context": 1024, "tokens": 8, "rounds": 2}
+    (tmp_path / "speed.json").write_text(json.dumps(speed | {"rows": [row, fast, broken]}))
+    rows = [
+        {
+            "engine": engine,
+            "requests": 24,
+            "states": 5,
+            "running": 5.0,
+            "steps": 9,
+            "preemptions": 0,
+            "seconds": seconds,
+        }
+        | {"cpu_seconds": seconds, "tokens_per_s": 1.0, "first_token_s": 1.0, "token_ms": 1.0}
+        for engine, seconds in (("vLLM", 30.0), ("vLLM with ckv_compile", 20.0))
+    ]
+    serving = {"model": "tiny", "dtype": "float32", "machine": "a CPU", "threads": 2, "torch": "2", "eager": True}
+    serving |= {"whole": False, "prompt": 9, "tokens": 8, "memory": 2**20, "ckv": {"budget": 4}, "rows": rows}
+    (tmp_path / "serving.json").write_text(json.dumps(serving))
+    page = " ".join(results.page(tmp_path).split())
+    assert "context 2,048 (beyond the model, for speed alone), batch 1" in page
+    assert "ours, 50%, context 2,048, batch 1: it broke" in page
+    assert "| vLLM with ckv_compile |" in page
+    found = verdicts(results, tmp_path)
+    assert (
+        "at most 4.0 times transformers' default (2,048 tokens, 1 row, float32, 25 % kept)"
+        in claim(found, "1.92").found
+    )
+    assert "at most 1.5 times (24 requests, the same bytes)" in claim(found, "vLLM").found
 
 
 def test_claims_on_strings_memory_and_partitions(results, tmp_path):

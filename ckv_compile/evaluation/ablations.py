@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ckv_compile.evaluation.methods import Layer, Method, Slots
+from ckv_compile.evaluation.methods import Layer, Method, Slots, ours, pick
 from ckv_compile.schedule import Schedule
 
-Partition = Literal["alternating", "contiguous", "random"]
+Partition = Literal["alternating", "contiguous", "random", "distinct"]
 
 
 def csm(
@@ -29,53 +29,84 @@ def csm(
     log_degree: bool = True,
     per_chunk: bool = False,
     before_rope: bool = False,
+    with_values: bool = False,
+    keep_norm: bool = False,
+    most_degree: float = math.inf,
 ) -> list[Slots]:
     """Chunked soft matching of a prompt, without exact slots.
 
     Args:
         layer: what is compressed.
         plans: alike but for their budgets.
-        partition: which half of a chunk is set A: every other slot, the first half, or a random half.
+        partition: which half of a chunk is set A: every other slot, the first half, a random half, or the one whose
+            keys are most like the mean direction of all that may merge.
         log_degree: count in attention how many tokens a slot stands for; else every slot counts as one token.
         per_chunk: let every chunk merge its share of a round; else the most similar matches of the whole row.
         before_rope: match the keys as they were before they were rotated.
+        with_values: match by the mean of the cosines of keys and of values.
+        keep_norm: give merged keys and values the mean length of what they stand for, which averages shorten.
+        most_degree: tokens that a merge may bring together, while others are left to merge.
     """
     generator = torch.Generator().manual_seed(0)
     found = []
     for plan in (dataclasses.replace(plan, n_exact=0) for plan in plans):
         keys, values = layer.k.float(), layer.v.float()
         features = layer.unrotated().float() if before_rope else keys
+        sizes = [tensor.norm(dim=-1, keepdim=True) for tensor in (keys, values)]
         degree = torch.ones(keys.shape[:2], device=keys.device)
         for merges in plan.rounds(keys.shape[1]):
-            chosen = _chosen(features, merges, plan, partition, per_chunk, generator)
-            keys, values, features = (_folded(tensor, degree, *chosen) for tensor in (keys, values, features))
+            unit = F.normalize(features, dim=-1)
+            if with_values:
+                unit = torch.cat([unit, F.normalize(values, dim=-1)], dim=-1)
+            chosen = _chosen(unit, degree, most_degree, merges, plan, partition, per_chunk, generator)
+            keys, values, features, *sizes = (
+                _folded(tensor, degree, *chosen) for tensor in (keys, values, features, *sizes)
+            )
             degree = _folded(degree[..., None], torch.ones_like(degree), *chosen, mean=False)[..., 0]
+            if keep_norm:
+                keys, values = (
+                    torch.where(degree[..., None] > 1, F.normalize(tensor, dim=-1) * size, tensor)
+                    for tensor, size in zip((keys, values), sizes, strict=True)
+                )
         degree = degree if log_degree else torch.ones_like(degree)
         found.append(Slots(keys.to(layer.k.dtype), values.to(layer.v.dtype), degree))
     return found
 
 
 def _chosen(
-    keys: Tensor, merges: int, plan: Schedule, partition: Partition, per_chunk: bool, generator: torch.Generator
+    unit: Tensor,
+    degree: Tensor,
+    most_degree: float,
+    merges: int,
+    plan: Schedule,
+    partition: Partition,
+    per_chunk: bool,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """The slots [Hkv, merges] that a round takes away, and those that they join."""
-    heads, slots, _ = keys.shape
-    unit = F.normalize(keys, dim=-1)
-    cosine = keys.new_full((heads, slots), -math.inf)  # of each slot of A, with its partner
-    partner = torch.zeros(heads, slots, dtype=torch.int64, device=keys.device)
-    chunks = torch.arange(plan.n_sink, slots - plan.n_recent, device=keys.device).split(plan.chunk_size)
+    """The slots [Hkv, merges] that a round takes away, and those that they join, by directions [Hkv, n, D]."""
+    heads, slots, _ = unit.shape
+    cosine = unit.new_full((heads, slots), -math.inf)  # of each slot of A, with its partner
+    partner = torch.zeros(heads, slots, dtype=torch.int64, device=unit.device)
+    middle = torch.arange(plan.n_sink, slots - plan.n_recent, device=unit.device)
+    likeness = (unit @ (degree[:, None, middle] @ unit[:, middle]).mT)[..., 0]  # [Hkv, n] to the mean direction
+    chunks = middle.split(plan.chunk_size)
     for chunk in chunks:
         half = (len(chunk) + 1) // 2
-        order = torch.randperm(len(chunk), generator=generator).to(keys.device) if partition == "random" else None
         if partition == "alternating":
-            set_a, set_b = chunk[0::2], chunk[1::2]
-        elif order is None:
-            set_a, set_b = chunk[:half], chunk[half:]
+            order = torch.cat([torch.arange(0, len(chunk), 2), torch.arange(1, len(chunk), 2)]).expand(heads, -1)
+        elif partition == "contiguous":
+            order = torch.arange(len(chunk)).expand(heads, -1)
+        elif partition == "random":
+            order = torch.randperm(len(chunk), generator=generator).expand(heads, -1)
         else:
-            set_a, set_b = chunk[order[:half]], chunk[order[half:]]
-        if len(set_b):
-            cosine[:, set_a], best = (unit[:, set_a] @ unit[:, set_b].mT).max(dim=-1)
-            partner[:, set_a] = set_b[best]
+            order = likeness[:, chunk].argsort(dim=-1, descending=True)
+        set_a, set_b = chunk[order].split(half, dim=-1) if len(chunk) > half else (chunk[order], None)  # [Hkv, half]
+        if set_b is not None:
+            similar = pick(unit, set_a) @ pick(unit, set_b).mT  # [Hkv, |A|, |B|]
+            together = degree.gather(1, set_a)[..., None] + degree.gather(1, set_b)[:, None]
+            found, best = similar.masked_fill(together > most_degree, -2.0).max(dim=-1)  # below every cosine
+            cosine.scatter_(1, set_a, found)
+            partner.scatter_(1, set_a, set_b.gather(1, best))
     if per_chunk:
         cosine = _ranks_in_chunks(cosine, chunks)
     gone = cosine.sort(dim=-1, descending=True, stable=True).indices[:, :merges]
@@ -93,6 +124,16 @@ def _ranks_in_chunks(cosine: Tensor, chunks: Sequence[Tensor]) -> Tensor:
         ranks = own.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1) / len(chunk)
         scores[:, chunk] = torch.where(own > -math.inf, -ranks, -math.inf)
     return scores
+
+
+def int8(layer: Layer, plans: Sequence[Schedule]) -> list[Slots]:
+    """Ours, with keys and values rounded to 8 bits, each by its largest number: about half of the bytes of bfloat16."""
+
+    def rounded(tensor: Tensor) -> Tensor:
+        step = tensor.float().abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        return ((tensor.float() / step).round() * step).to(tensor.dtype)
+
+    return [Slots(rounded(slots.keys), rounded(slots.values), slots.degree) for slots in ours(layer, plans)]
 
 
 def _folded(tensor: Tensor, weight: Tensor, gone: Tensor, joined: Tensor, mean: bool = True) -> Tensor:
@@ -114,14 +155,21 @@ VARIANTS: dict[str, Method] = {
     "csm-no-degree": functools.partial(csm, log_degree=False),
     "csm-per-chunk": functools.partial(csm, per_chunk=True),
     "csm-before-rope": functools.partial(csm, before_rope=True),
+    "csm-distinct": functools.partial(csm, partition="distinct"),
+    "csm-with-values": functools.partial(csm, with_values=True),
+    "csm-keep-norm": functools.partial(csm, keep_norm=True),
+    "csm-degree-8": functools.partial(csm, most_degree=8),
+    "ours-int8": int8,
 }
 """Variants of the method, by name."""
 
 ABLATIONS: dict[str, tuple[str, ...]] = {
-    "partition": ("csm", "csm-contiguous", "csm-random"),
+    "partition": ("csm", "csm-contiguous", "csm-random", "csm-distinct"),
     "degree": ("csm", "csm-no-degree"),
     "selection": ("csm", "csm-per-chunk"),
     "rope": ("csm", "csm-before-rope"),
+    "centroid": ("csm", "csm-with-values", "csm-keep-norm", "csm-degree-8"),
+    "int8": ("ours", "ours-int8"),
     "exact": tuple(f"ours:exact={share}" for share in (0.0, 0.5, 0.8, 0.9, 0.95)),
     "r-init": tuple(f"ours:exact=0.0,r_init={share},r_min=0.05" for share in (1.0, 0.5, 0.25, 0.1)),
     "rounds": tuple(f"ours:r_init={share}" for share in (0.5, 0.25, 1.0)),

@@ -115,13 +115,13 @@ def d2o(layer: Layer, plans: Sequence[Schedule]) -> list[Slots]:
         kept, evicted = ranked[:, : plan.budget].sort(dim=-1).values, ranked[:, plan.budget :]
         slots = _taken(layer, kept)
         if evicted.shape[1]:
-            cosines = _rows(unit, evicted) @ _rows(unit, kept).mT
+            cosines = pick(unit, evicted) @ pick(unit, kept).mT
             cosine, joined = cosines.max(dim=-1)  # [Hkv, evicted]
             weight = cosine.exp() * (cosine >= cosine.mean(dim=-1, keepdim=True))
             total = torch.full(kept.shape, math.e, device=kept.device).scatter_add_(1, joined, weight)
             keys, values = (
                 (math.e * stays.float()).scatter_add_(
-                    1, joined[..., None].expand(-1, -1, stays.shape[-1]), weight[..., None] * _rows(goes, evicted)
+                    1, joined[..., None].expand(-1, -1, stays.shape[-1]), weight[..., None] * pick(goes, evicted)
                 )
                 / total[..., None]
                 for stays, goes in zip(slots[:2], (layer.k, layer.v), strict=True)
@@ -247,10 +247,10 @@ def _evicted(layer: Layer, plans: Sequence[Schedule], scores: Tensor) -> list[Sl
 
 def _taken(layer: Layer, tokens: Tensor) -> Slots:
     """The tokens [Hkv, m] of each head."""
-    return Slots(_rows(layer.k, tokens), _rows(layer.v, tokens), torch.ones(tokens.shape, device=tokens.device))
+    return Slots(pick(layer.k, tokens), pick(layer.v, tokens), torch.ones(tokens.shape, device=tokens.device))
 
 
-def _rows(tensor: Tensor, tokens: Tensor) -> Tensor:
+def pick(tensor: Tensor, tokens: Tensor) -> Tensor:
     """The rows of the tokens [Hkv, m] in a tensor [Hkv, n, D]."""
     return tensor.gather(1, tokens[..., None].expand(-1, -1, tensor.shape[-1]))
 
