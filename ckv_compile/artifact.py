@@ -394,15 +394,10 @@ def _write(saved: Saved, folder: Path, tokenizer: Any, aot: list[int], max_shard
     entries = _write_weights(weights, folder, max_shard_size)
     table = _Table(config, shape, rewritten.plans, rewritten.vocabulary, rewritten.positions, rewritten.passes, entries)
     (folder / _CONFIG).write_text(table.to_json())
-    prefill = program.export(
-        rewritten.graph,
-        weights,
-        CacheState.allocate(shape, rewritten.plans.main.capacity, 2, rewritten.plans.light.capacity),
-        steps=None,
-    )
+    prefill = program.export(rewritten.graph, weights, CacheState.planned(shape, rewritten.plans, 2), steps=None)
     _write_program(prefill, folder / _PREFILL, table, rows=None)
     for rows in sorted({1, *aot}):
-        state = CacheState.allocate(shape, rewritten.plans.main.capacity, rows, rewritten.plans.light.capacity)
+        state = CacheState.planned(shape, rewritten.plans, rows)
         step = program.export(decode_graph(rewritten, state), weights, state, steps=1)
         if rows in aot:  # first: it needs the examples of its inputs
             if shape.device.type == "cuda":
@@ -520,9 +515,7 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
 
 def _state_on_meta(shape: CacheShape, plans: Plans) -> CacheState:
     """The dtypes and sizes of the state of one row."""
-    return CacheState.allocate(
-        shape._replace(device=torch.device("meta")), plans.main.capacity, 1, plans.light.capacity
-    )
+    return CacheState.planned(shape._replace(device=torch.device("meta")), plans, 1)
 
 
 def _check_program(stored: StoredProgram, name: str, table: _Table, rows: int | None) -> None:

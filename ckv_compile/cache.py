@@ -85,6 +85,11 @@ class CacheState(NamedTuple):
         main, light = group(shape.layers, capacity), group(len(shape.light_layers), light_capacity)
         return cls(*main, fill, active, position, zeros(*ring), zeros(*ring), *light, light_fill)
 
+    @classmethod
+    def planned(cls, shape: CacheShape, plans: Plans, batch_size: int) -> "CacheState":
+        """Return an empty state of `batch_size` rows with the slots of a plan."""
+        return cls.allocate(shape, plans.main.capacity, batch_size, plans.light.capacity)
+
     @property
     def main(self) -> tuple[Tensor, ...]:
         """What the ops take of the main group: keys, values, degree, queries, last_queries, fill, active, position."""

@@ -132,7 +132,7 @@ def allocate_cache(shape: CacheShape, config: CKVConfig, batch_size: int, **of_o
             "use fewer rows, or pass a larger max_batch_size"
         )
     with torch.inference_mode(False):
-        state = CacheState.allocate(shape, plans.main.capacity, batch_size, plans.light.capacity)
+        state = CacheState.planned(shape, plans, batch_size)
     return ClusteredCache(shape, plans, state, **of_original)
 
 

@@ -171,7 +171,7 @@ def _check_equivalence(
     Passes look at attention only. A model with another path between tokens (a convolution, a recurrent state, positions
     of its own) has no state to decode with, and shows here.
     """
-    state = CacheState.allocate(shape, plans.main.capacity, 1, plans.light.capacity)
+    state = CacheState.planned(shape, plans, 1)
     prompt = max(1, ids.shape[1] - _CHECK_STEPS)
     with torch.no_grad():
         logits = [graph(ids[:, :prompt], *state)[0]]

@@ -89,9 +89,7 @@ def load(path: str | os.PathLike[str], model: str, shape: CacheShape, plans: Pla
                 f"{path} holds {name} {count.tolist()}, where less than {plan.capacity} slots are in use: the file is "
                 "damaged"
             )
-    expected = CacheState.allocate(
-        shape._replace(device=torch.device("meta")), plans.main.capacity, rows, plans.light.capacity
-    )
+    expected = CacheState.planned(shape._replace(device=torch.device("meta")), plans, rows)
     for name, like in expected._asdict().items():
         like, found = _used(name, like, used), tensors.get(name)
         if found is None or found.shape != like.shape or found.dtype != like.dtype:
@@ -100,7 +98,7 @@ def load(path: str | os.PathLike[str], model: str, shape: CacheShape, plans: Pla
                 f"{path} holds {held} as {name}, where {tuple(like.shape)} {like.dtype} is due: the file is damaged"
             )
     with torch.inference_mode(False):
-        state = CacheState.allocate(shape, plans.main.capacity, rows, plans.light.capacity)
+        state = CacheState.planned(shape, plans, rows)
         for name, tensor in state._asdict().items():
             _used(name, tensor, used).copy_(tensors[name])
     return ClusteredCache(shape, plans, state, int(metadata["columns"]))

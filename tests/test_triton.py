@@ -149,8 +149,7 @@ def test_a_lowered_step_holds_its_kernels_and_copies_no_cache(family, exact, lig
     options = {"budget": 160, "interval": 32, "n_recent": 8, "n_sink": 2, "exact": exact, "chunk_size": 16}
     options |= {"light_layers": light, "light_share": 0.5}
     rewritten, _ = rewrite_model(model, None, options)
-    main, others = rewritten.plans
-    state = CacheState.allocate(rewritten.shape, main.capacity, 1, others.capacity)
+    state = CacheState.planned(rewritten.shape, rewritten.plans, 1)
     ids = torch.zeros(1, 1, dtype=torch.int64)
     graph = reexport(rewritten.graph, ids, state)
     compactions = 2 if light else 1

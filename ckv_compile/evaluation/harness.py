@@ -212,8 +212,7 @@ class Reader:
 
     def _in_groups(self, row: CacheState, steps: Rewritten, compression: Compression) -> CacheState:
         """The state that the product has where a row of `prefill`, with all layers in one group, stands."""
-        plans = steps.plans
-        state = CacheState.allocate(steps.shape, plans.main.capacity, 1, plans.light.capacity)
+        state = CacheState.planned(steps.shape, steps.plans, 1)
         is_light = torch.tensor(
             [number in compression.config.light_layers for number in self.clustered_layers], dtype=torch.bool
         )

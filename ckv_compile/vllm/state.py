@@ -53,8 +53,7 @@ class Serving(NamedTuple):
 
     def one(self, spec: AttentionSpec) -> CacheState:
         """The state of one request, without memory."""
-        plans = self.plans
-        return CacheState.allocate(self.shape(spec, torch.device("meta")), plans.main.capacity, 1, plans.light.capacity)
+        return CacheState.planned(self.shape(spec, torch.device("meta")), self.plans, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
