@@ -114,6 +114,7 @@ def test_light_layers_are_named_once_and_compared_as_ours(results, tmp_path):
     assert "| 50 % | ours + light layers | 0.90 | tova | 0.50 | +0.40 ± 0.00 |" in page
     assert "| 50 % | ours | 0.60 | tova | 0.50 | +0.10 ± 0.00 |" in page
     assert "| tova + light layers | 50 %" in page
+    assert "| 50 % | ours + light layers | 0.90 | tova + light layers | 0.80 | +0.10 ± 0.00 |" in page
     assert "Layer 1 makes 60% of the sum, and the 2 layers that lose least (bold) 20.0%." in page
 
 
