@@ -124,8 +124,8 @@ def page(folder: Path = FOLDER) -> str:
         _table(["claim", "here", "found"], [list(claim) for claim in claims(every, numbers)]),
         "## Ours against the best other method",
         "Of each cell, ours against the method that is best there, chosen after the fact; with light layers, which are "
-        "ours, also against the best other one that was given the same light layers. A score is a mean over tasks (more "
-        "is better), KL one over texts (less is better); differences are on equal prompts or windows.",
+        "ours, also against the best other one that was given the same ones. A score is a mean over tasks (more is "
+        "better), KL one over texts (less is better); differences are on equal prompts or windows.",
         _table(["what", "kept", "method", "", "best other", "", "difference"], _duels(runs)),
     ]
     if runs:
