@@ -5,6 +5,7 @@ not depend on its neighbours.
 """
 
 import dataclasses
+import math
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +37,14 @@ def observe_(queries: Tensor, last: Tensor, q: Tensor, scale: float, position: i
         position: of the first of them.
     """
     kv_heads, steps = queries.shape[0], q.shape[1]
-    scaled = q.to(queries.dtype).unflatten(0, (kv_heads, -1)) * scale  # [Hkv, G, S, D]
-    means = torch.stack([scaled.mean(dim=1), scaled.square().mean(dim=1)], dim=1)  # [Hkv, 2, S, D]
+    scaled = (q.to(queries.dtype) * scale).contiguous()  # [H, S, D], always new, so that a product takes the same path
     kept = (1 - 1 / RECENT) ** torch.arange(steps, -1, -1, dtype=queries.dtype, device=q.device)  # [S + 1]
-    queries.mul_(kept[0]).add_(kept[1:] @ means, alpha=1 / RECENT)
+    sums = torch.stack([kept[1:] @ scaled, kept[1:] @ scaled.square()], dim=1)  # [H, 2, D]
+    queries.mul_(kept[0]).add_(sums.unflatten(0, (kv_heads, -1)).mean(dim=1), alpha=1 / RECENT)
     newest = min(steps, LAST)
     places = torch.arange(position + steps - newest, position + steps, device=q.device) % LAST
-    last.index_copy_(1, places, scaled[:, :, -newest:].transpose(1, 2).to(last.dtype))
+    newest_queries = scaled[:, -newest:].unflatten(0, (kv_heads, -1)).transpose(1, 2)  # [Hkv, newest, G, D]
+    last.index_copy_(1, places, newest_queries.to(last.dtype))
 
 
 def worth(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, schedule: Schedule) -> Tensor:
@@ -153,13 +155,24 @@ def _exact(keys: Tensor, values: Tensor, degree: Tensor, queries: Tensor, last: 
 
 def _best(scores: Tensor, count: int) -> Tensor:
     """The `count` highest scores of every row [R, n] bool; of equal ones the lower slots."""
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+    if count == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    scores = scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)  # so that `count` are found anyway
+    least = scores.topk(count, sorted=False).values.amin(
+        dim=1, keepdim=True
+    )  # a selection: a sort takes ten times that
+    above, level = scores > least, scores == least
+    return above | (level & (level.cumsum(1) <= count - above.sum(dim=1, keepdim=True)))
 
 
 def _gathered(keys: Tensor, values: Tensor, degree: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    slots = order[..., None].expand(-1, -1, keys.shape[2])
-    return keys.gather(1, slots), values.gather(1, slots), degree.gather(1, order)
+    rows, slots, dim = keys.shape
+    whole = (order + slots * torch.arange(rows, device=order.device)[:, None]).flatten()
+
+    def taken(part: Tensor) -> Tensor:
+        return part.reshape(-1, dim).index_select(0, whole).view(rows, -1, dim)  # faster than a gather of numbers
+
+    return taken(keys), taken(values), degree.gather(1, order)
 
 
 def match(keys: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:

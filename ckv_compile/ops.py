@@ -37,6 +37,9 @@ from ckv_compile.schedule import Schedule
 EXTEND_BLOCK = 512
 """Queries per block when a prompt or turn needs an explicit mask: bounds it to [block, cache + new]."""
 
+_TOGETHER = 2**20
+"""Numbers of the keys of the layers that PyTorch compacts at once, so that their copies stay in a CPU's cache."""
+
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _library = torch.library.Library("ckv", "DEF")
@@ -518,10 +521,12 @@ def compress(
 
 
 def _store(merged: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, degree: Tensor) -> None:
-    """Write merged slots to the front of a row's [Hkv, C, D] and mark the rest empty."""
+    """Write merged slots [R, m, D] to the front of a state of as many rows [..., C, D], and mark the rest empty."""
     count = merged[0].shape[1]
-    keys[:, :count], values[:, :count], degree[:, :count] = merged
-    degree[:, count:] = 0.0
+    for part, slots in zip((keys, values, degree[..., None]), (*merged[:2], merged[2][..., None]), strict=True):
+        front = part[..., :count, :]
+        front.copy_(slots.view(front.shape))
+    degree[..., count:] = 0.0
 
 
 def _compact(
@@ -562,11 +567,15 @@ def _compact(
     total = fill + taken
     if tokens == 1 and layers:  # after several tokens the layers have compressed themselves
         for b in (total == capacity).nonzero().flatten().tolist():
-            for layer in range(layers):
-                slots = (keys[b, layer], values[b, layer], degree[b, layer])
-                known = (queries[b, layer], last_queries[b, layer])
-                chosen = clustering.exchange(*slots, *known, schedule) if n_exact else slots
-                _store(clustering.compress(*chosen, (capacity - budget,), schedule), *slots)
+            together = max(1, _TOGETHER // keys[b, 0].numel())
+            for first in range(0, layers, together):
+                some = slice(first, first + together)
+                state = (keys[b, some], values[b, some], degree[b, some])
+                k, v, weight = (part.flatten(0, 1) for part in state)  # [layers * Hkv, ...]
+                if n_exact:
+                    known = (queries[b, some].flatten(0, 1), last_queries[b, some].flatten(0, 1))
+                    k, v, weight = clustering.exchange(k, v, weight, *known, schedule)
+                _store(clustering.compress(k, v, weight, (capacity - budget,), schedule), *state)
     fill.copy_(torch.where(total < capacity, total, budget))
     if position is not None:
         position += taken
