@@ -6,7 +6,7 @@ The page says what was measured and by which command; every number on it is comp
 
     *.jsonl           outcomes of tasks and texts: ckv eval ... --out FILE; NAME.PEER.jsonl goes into the tables of
                       NAME.jsonl, and what ablations*.jsonl has is shown by the choices that it tests
-    speed*.json       ckv bench MODEL --save FILE
+    speed*.json       ckv bench MODEL --save FILE; its --plots are shown if they are named NAME-*.png
     serving*.json     python -m ckv_compile.vllm.bench --json FILE
     cost.json         python -m ckv_compile.evaluation.cost --json FILE
     layers.json       ckv calibrate MODEL --json > FILE
@@ -136,7 +136,9 @@ def page(folder: Path = FOLDER) -> str:
         blocks += ["## Ablations", *_ablations([run for run in every if _is_ablation(run)])]
     for name, found in numbers.items():
         if name.startswith("speed"):
+            pictures = sorted(path.name for path in folder.glob(f"{name}-*.png"))
             blocks += [f"## Speed and memory: {name}", *_speed(found)]
+            blocks += [f"![{picture.removesuffix('.png')}](results/{picture})" for picture in pictures]
         if name.startswith("serving"):
             blocks += [f"## With vLLM: {name}", *_serving(found)]
     if "layers" in numbers:
