@@ -610,10 +610,11 @@ class Point(NamedTuple):
 
 def draw(folder: Path = FOLDER) -> None:
     """Draw quality against budget: the mean over tasks, and the KL of all texts, a line for every method."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     panels: list[tuple[str, str, list[Point]]] = []
-    for file in joined(read(folder)[0]):
+    for file in (run for run in joined(read(folder)[0]) if not _is_ablation(run)):
         means = [row for row in summarise(file.tasks) if row.task == MEAN]
         for length, protocol in dict.fromkeys((row.length, row.protocol) for row in means):
             own = [row for row in means if (row.length, row.protocol) == (length, protocol)]
@@ -624,20 +625,25 @@ def draw(folder: Path = FOLDER) -> None:
             last = [row for row in texts if row.text == texts[-1].text]
             points = [Point(row.method, row.budget, row.kl, row.low or row.kl, row.high or row.kl) for row in last]
             panels.append((f"{_title(file)}, {_text_name(last[0].text)}", "KL to the full cache", points))
-    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    methods = [*dict.fromkeys(point.method for *_, points in panels for point in points if point.method != FULL)]
+    figure = Figure(figsize=(5 * len(panels) + 3, 4), layout="constrained")
+    lines: dict[str, Any] = {}
     for axes, (title, quantity, points) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for method in dict.fromkeys(point.method for point in points if point.method != FULL):
+        for method in methods:
             own_points = [point for point in points if point.method == method and isinstance(point.budget, float)]
             own_points.sort(key=lambda point: point.budget)
             shares = [100 * point.budget for point in own_points]
-            line = axes.plot(shares, [point.value for point in own_points], marker="o", label=_name(method))
-            line[0].set_linewidth(2.5 if _is_ours(method) else 1)
+            if not own_points:
+                continue
+            colour, width = colormaps["tab20"](methods.index(method) % 20), 2.5 if _is_ours(method) else 1
+            values = [point.value for point in own_points]
+            (lines[_name(method)],) = axes.plot(shares, values, marker="o", color=colour, linewidth=width)
             if _is_ours(method):  # those of the others are as wide, and would hide each other
                 bounds = zip(*((point.low, point.high) for point in own_points), strict=True)
-                axes.fill_between(shares, *bounds, alpha=0.1)
+                axes.fill_between(shares, *bounds, alpha=0.1, color=colour)
         axes.set(xlabel="kept, %", ylabel=quantity, title=title)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+    figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize="small")
     figure.savefig(folder / PLOT, dpi=80, metadata={"Software": None})
 
 
