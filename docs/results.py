@@ -15,6 +15,7 @@ The page says what was measured and by which command; every number on it is comp
 
 import argparse
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -249,20 +250,21 @@ def _ablations(files: Sequence[File]) -> Iterator[str]:
         "differences are to the first row of a table, on equal prompts or windows; a KL is better if less, a score if "
         "more. What the paper chooses is tested without exact slots, which leave centroids little to do."
     )
-    measures = {head: values for file in files for head, values in _measures(file)}
+    measures = [measure for file in files for measure in _measures(file)]
     for name, methods in ABLATIONS.items():
-        shown = {head: values for head, values in measures.items() if len(values.keys() & {*methods}) > 1}
+        shown = [(head, values) for head, values in measures if len(values.keys() & {*methods}) > 1]
         if shown:
             yield f"### {name}"
-            first = {
-                head: next(values[method] for method in methods if method in values) for head, values in shown.items()
-            }
+            firsts = [next(values[method] for method in methods if method in values) for _, values in shown]
             table = [
-                [method, *(_beside(values.get(method), first[head]) for head, values in shown.items())]
+                [
+                    method,
+                    *(_beside(values.get(method), first) for (_, values), first in zip(shown, firsts, strict=True)),
+                ]
                 for method in methods
-                if any(method in values for values in shown.values())
+                if any(method in values for _, values in shown)
             ]
-            yield _table(["", *shown], table)
+            yield _table(["", *(head for head, _ in shown)], table)
 
 
 def _measures(file: File) -> Iterator[tuple[str, dict[str, dict[Any, float]]]]:
@@ -626,9 +628,14 @@ def draw(folder: Path = FOLDER) -> None:
             points = [Point(row.method, row.budget, row.kl, row.low or row.kl, row.high or row.kl) for row in last]
             panels.append((f"{_title(file)}, {_text_name(last[0].text)}", "KL to the full cache", points))
     methods = [*dict.fromkeys(point.method for *_, points in panels for point in points if point.method != FULL)]
-    figure = Figure(figsize=(5 * len(panels) + 3, 4), layout="constrained")
+    columns = min(4, max(1, len(panels)))
+    rows = max(1, math.ceil(len(panels) / columns))
+    figure = Figure(figsize=(4.5 * columns + 3, 4 * rows), layout="constrained")
+    every_axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for unused in every_axes[len(panels) :]:
+        unused.remove()
     lines: dict[str, Any] = {}
-    for axes, (title, quantity, points) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    for axes, (title, quantity, points) in zip(every_axes, panels, strict=False):
         for method in methods:
             own_points = [point for point in points if point.method == method and isinstance(point.budget, float)]
             own_points.sort(key=lambda point: point.budget)
