@@ -1,7 +1,7 @@
 """Exact slots and chunked soft matching over many rows at once: the PyTorch form that the ops run on the CPU.
 
-The same method as in `reference.py`, with every row of a layer in one batch. Rows are independent: a row's result does
-not depend on its neighbours.
+The same method as in `reference.py`, with many rows, of one layer or several, in one batch. Rows are
+independent: a row's result does not depend on its neighbours.
 """
 
 import dataclasses
@@ -158,9 +158,8 @@ def _best(scores: Tensor, count: int) -> Tensor:
     if count == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     scores = scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)  # so that `count` are found anyway
-    least = scores.topk(count, sorted=False).values.amin(
-        dim=1, keepdim=True
-    )  # a selection: a sort takes ten times that
+    # A selection and not a sort, which takes ten times as long.
+    least = scores.topk(count, sorted=False).values.amin(dim=1, keepdim=True)
     above, level = scores > least, scores == least
     return above | (level & (level.cumsum(1) <= count - above.sum(dim=1, keepdim=True)))
 

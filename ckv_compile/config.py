@@ -17,8 +17,8 @@ class CKVConfig:
     """How a clustered KV cache is sized and compacted.
 
     The defaults keep most slots exact (`exact=0.9`) and merge all other tokens in rounds that each take up to half of
-    set A (`r_init=0.5`): a prompt is compressed by a dozen of them. With few exact slots gentler ones are better, such
-    as `r_init=0.25`. A compaction in decode is one round that merges `interval` slots, whatever r_* say.
+    set A (`r_init=0.5`): a prompt is compressed by a dozen of them. A compaction in decode is one round that merges
+    `interval` slots, whatever r_* say.
 
     Args:
         budget: cache slots per KV head after compaction. An int counts slots; a float strictly between 0

@@ -187,7 +187,7 @@ def test_speeds_stand_in_the_page_and_beside_the_claims(results, tmp_path):
         "at most 4.0 times transformers' default (2,048 tokens, 1 row, float32, 25 % kept)"
         in claim(found, "1.92").found
     )
-    assert "at most 1.5 times (24 requests, the same bytes)" in claim(found, "vLLM").found
+    assert "at most 1.5 times (24 requests, replies of 8, the same bytes)" in claim(found, "vLLM").found
 
 
 def test_claims_on_strings_memory_and_partitions(results, tmp_path):
