@@ -72,6 +72,10 @@ METHODS = (
     "csm-with-values",
     "csm-keep-norm",
     "csm-degree-8",
+    "csm-adaptive",
+    "ours-contiguous",
+    "ours-before-rope",
+    "ours-by-heads",
     "ours-int8",
 )
 ABLATIONS = (
@@ -80,6 +84,9 @@ ABLATIONS = (
     "selection",
     "rope",
     "centroid",
+    "adaptive",
+    "with-exact",
+    "heads",
     "int8",
     "exact",
     "r-init",

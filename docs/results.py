@@ -559,16 +559,11 @@ def _weak_on_strings(files: Sequence[File]) -> Claim:
 def _alternating(files: Sequence[File]) -> Claim:
     paper = "alternating is the best partition of a chunk"
     found, differences = [], []
-    for file in files:
-        kls: dict[tuple[str, Budget], dict[Any, float]] = {}
-        for each in file.texts:
-            kls.setdefault((each.method, each.budget), {})[each.text, each.window] = each.kl
-        for budget in dict.fromkeys(budget for method, budget in kls if method == PARTITIONS[0]):
-            for other in PARTITIONS[1:]:
-                if (other, budget) in kls:
-                    more, half = difference(kls[other, budget], kls[PARTITIONS[0], budget])
-                    differences.append((more, half))
-                    found.append(f"{_kept(budget)}: KL of {other.removeprefix('csm-')} {more:+.3f} ± {half:.3f}")
+    for head, values in (measure for file in files for measure in _measures(file)):
+        for other in (each for each in PARTITIONS[1:] if {each, PARTITIONS[0]} <= values.keys()):
+            more, half = difference(values[other], values[PARTITIONS[0]])
+            differences.append((more if head.startswith("KL") else -more, half))
+            found.append(f"{head}: {other.removeprefix('csm-')} {more:+.3f} ± {half:.3f}")
     return Claim(paper, _verdict(differences), "; ".join(found)) if found else _unmeasured(paper)
 
 
@@ -652,7 +647,7 @@ def draw(folder: Path = FOLDER) -> None:
         axes.set(xlabel="kept, %", ylabel=quantity, title=title)
         axes.grid(alpha=0.3)
     figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize="small")
-    figure.savefig(folder / PLOT, dpi=80, metadata={"Software": None})
+    figure.savefig(folder / PLOT, dpi=72, metadata={"Software": None})
 
 
 def _length(length: int) -> str:

@@ -1,5 +1,6 @@
 """The evaluation: prompts of exact lengths, what methods keep, and what a run of all of it says."""
 
+import dataclasses
 import json
 import string
 
@@ -14,7 +15,7 @@ from ckv_compile import cli, render
 from ckv_compile.config import layer_numbers
 from ckv_compile.errors import ConfigError, InputError, UnsupportedModelError
 from ckv_compile.evaluation import evaluate, files, harness, methods, tasks, texts
-from ckv_compile.evaluation.ablations import ABLATIONS, VARIANTS, csm
+from ckv_compile.evaluation.ablations import ABLATIONS, VARIANTS, csm, most_slots
 from ckv_compile.evaluation.calibration import lightest, losses, ranges
 from ckv_compile.evaluation.candidates import KNOWN, candidate, compression
 from ckv_compile.evaluation.harness import Chosen, Reader, choose, predict, run
@@ -41,6 +42,7 @@ TEMPLATE = (
 SINK, RECENT = 2, 6
 PROTECTED = {"n_sink": SINK, "n_recent": RECENT}
 EVICTING = [name for name in METHODS if name not in (FULL, OURS, "kmeans", "d2o")]
+BEFORE_ROPE = ("csm-before-rope", "ours-before-rope")
 KEEPS_ALL_DEGREES = (FULL, "kmeans", *(name for name in (OURS, *VARIANTS) if name != "csm-no-degree"))
 
 
@@ -244,7 +246,7 @@ def test_variants_begin_with_the_method_of_the_product():
     for mine, product in zip(csm(given, [plan(30), plan(60)]), kept_by_ours(given, 30, 60), strict=True):
         for found, expected in zip(mine, product, strict=True):
             torch.testing.assert_close(found, expected)
-    for name in VARIANTS:
+    for name in VARIANTS.keys() - {"ours-by-heads"}:
         slots, same = kept(name, given, 30), kept("csm", given, 30)
         assert torch.equal(slots.keys, same.keys) == (name in ("csm", "csm-no-degree"))
 
@@ -295,6 +297,43 @@ def test_eight_bits_are_a_step_of_the_largest_number():
         assert not torch.equal(found, expected)
 
 
+def test_variants_with_exact_slots_begin_with_ours():
+    given, half = layer(tokens=90), dataclasses.replace(plan(60), n_exact=24)
+    for mine, product in zip(csm(given, [half], exact=True), KNOWN[OURS](given, [half]), strict=True):
+        for found, expected in zip(mine, product, strict=True):
+            torch.testing.assert_close(found, expected)
+    front = SINK + 24
+    for name in ("ours-contiguous", "ours-before-rope"):
+        (slots,), (same,) = KNOWN[name](given, [half]), KNOWN[OURS](given, [half])
+        assert torch.equal(slots.keys[:, :front], same.keys[:, :front])
+        assert not torch.equal(slots.keys[:, front:], same.keys[:, front:])
+
+
+def test_an_adaptive_round_merges_what_is_alike_enough():
+    given = layer(tokens=SINK + 32 + RECENT)
+    given.k[:, SINK : SINK + 32] = (
+        torch.eye(16).repeat_interleave(2, dim=0)[:, :8] + 0.01 * given.k[:, SINK : SINK + 32]
+    )
+    given.k[:, SINK : SINK + 8] = given.k[:, SINK : SINK + 1]  # alike: one round merges the four of A, if it may
+    few = dataclasses.replace(wide(SINK + 32 + RECENT - 4), r_init=0.1)
+    assert len(few.rounds(SINK + 32 + RECENT)) > 1
+    (slots,) = KNOWN["csm-adaptive"](given, [few])
+    assert slots.degree.sum(dim=1).tolist() == [SINK + 32 + RECENT] * 2
+    assert slots.degree[:, SINK].tolist() == [5.0] * 2
+
+
+def test_heads_that_are_attended_to_have_more_exact_slots():
+    given, half = layer(tokens=90), dataclasses.replace(plan(60), n_exact=24)
+    given.q[:, -8:] = given.q[0, -1]
+    given.k[0, 0] = 5.0 * given.q[0, -1]  # the sink, which is attended to in place of all others
+    given.k[1, SINK:-RECENT] = 3.0 * given.q[0, -1]
+    (slots,) = KNOWN["ours-by-heads"](given, [half])
+    assert slots.keys.shape[1] == most_slots("ours-by-heads", half) == 72
+    assert (slots.degree > 0).sum(dim=1).tolist() == [48, 72]
+    assert slots.degree.sum(dim=1).tolist() == [90, 90]
+    assert most_slots(OURS, half) == 60
+
+
 def wide(budget):
     return Schedule(budget, SINK, RECENT, chunk_size=32, r_init=0.25, r_decay=0.01, r_min=0.05)
 
@@ -342,7 +381,7 @@ def chosen(*labels, budgets=(50,)):
 @torch.no_grad()
 def test_a_budget_of_the_whole_prompt_is_the_model_itself(prompt):
     model, text = tiny_model("gpt-oss"), prompt(90)
-    known = [name for name in KNOWN if name not in ("csm-before-rope", "ours-int8")]
+    known = [name for name in KNOWN if name not in (*BEFORE_ROPE, "ours-int8")]
     expected = torch.nn.functional.cross_entropy(model(text).logits[0, -11:-1], text[0, -10:])
     found = predict(Reader(model, **PROTECTED), "text", 3, text, 10, chosen(*known, budgets=(80,)))
     assert [each.method for each in found] == known
@@ -387,7 +426,7 @@ def test_slots_of_ours_are_those_of_the_product_bit_for_bit(family, slots, optio
 def test_rows_of_a_reader_hold_what_their_methods_kept(reader, prompt, monkeypatch):
     monkeypatch.setattr(harness, "_ROWS", 9)
     text = prompt(80)
-    names = [name for name in KNOWN if name != "csm-before-rope"]
+    names = [name for name in KNOWN if name not in BEFORE_ROPE]
     wanted = [
         (length, compression(candidate(name), slots, PROTECTED))
         for length in (60, 80)
@@ -400,7 +439,10 @@ def test_rows_of_a_reader_hold_what_their_methods_kept(reader, prompt, monkeypat
     rows = [state.row(b) for state in batches for b in range(len(state.fill))]
     for (length, how), row in zip(wanted, rows, strict=True):
         name, slots = how.candidate.method, length if how.candidate.method == FULL else how.config.budget
-        assert (int(row.fill), int(row.position)) == (slots, length)
+        plans = how.plans(length, reader.shape.layers)
+        assert int(row.position) == length
+        assert int(row.fill) == max(most_slots(name, each) for each in plans)
+        assert int(row.fill) == slots or name == "ours-by-heads"
         expected = length if name in KEEPS_ALL_DEGREES else slots
         assert row.degree.sum(dim=-1).flatten().tolist() == pytest.approx([expected] * 3)
     # A row reads the turn and generates as it does alone, whatever the others of its batch read.

@@ -24,6 +24,7 @@ from ckv_compile.cache import CacheState
 from ckv_compile.clustering import observe_
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import ConfigError, InputError
+from ckv_compile.evaluation.ablations import most_slots
 from ckv_compile.evaluation.candidates import KNOWN, Candidate, Compression, compression
 from ckv_compile.evaluation.language import divergences
 from ckv_compile.evaluation.methods import FULL, Layer
@@ -105,7 +106,10 @@ class Reader:
         batches = []
         for start in range(0, len(wanted), _ROWS):
             # Layers that keep fewer leave slots empty, which count for nothing.
-            kept = [max(plan.budget for plan in both) for both in plans[start : start + _ROWS]]
+            kept = [
+                max(most_slots(how.candidate.method, plan) for plan in both)
+                for (_, how), both in list(zip(wanted, plans, strict=True))[start : start + _ROWS]
+            ]
             state = CacheState.allocate(self.shape, max(kept) + room + 1, len(kept))
             state.fill.copy_(torch.tensor(kept))
             state.position.copy_(torch.tensor([length for length, _ in wanted[start : start + _ROWS]]))

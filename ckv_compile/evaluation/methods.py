@@ -80,11 +80,16 @@ def full(layer: Layer, plans: Sequence[Schedule]) -> list[Slots]:
 
 def ours(layer: Layer, plans: Sequence[Schedule]) -> list[Slots]:
     """Exact slots and centroids: what the ops of the product make of the same prompt, bit for bit."""
+    return [Slots(*compress(*_whole(layer), *observed(layer), plan)) for plan in plans]
+
+
+def observed(layer: Layer) -> tuple[Tensor, Tensor]:
+    """What the product knows of the queries of a prompt: `queries` and `last` of `clustering.observe_`."""
     kv_heads, _, dim = layer.k.shape
     queries = layer.q.new_zeros(kv_heads, 2, dim, dtype=accumulator_dtype(layer.q.dtype))
     last = layer.q.new_zeros(kv_heads, LAST, len(layer.q) // kv_heads, dim)
     observe_(queries, last, layer.q, layer.scale, position=0)
-    return [Slots(*compress(*_whole(layer), queries, last, plan)) for plan in plans]
+    return queries, last
 
 
 def streaming(layer: Layer, plans: Sequence[Schedule]) -> list[Slots]:
