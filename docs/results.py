@@ -274,7 +274,8 @@ def _measures(file: File) -> Iterator[tuple[str, dict[str, dict[Any, float]]]]:
         cell = found.setdefault(f"score {each.protocol}, {_kept(each.budget)}", {}).setdefault(each.method, {})
         cell[each.task, each.length, each.depth, each.seed] = each.score
     for window in file.texts:
-        cell = found.setdefault(f"KL, {_kept(window.budget)}", {}).setdefault(window.method, {})
+        head = f"KL over {file.settings['tokens']:,} tokens, {_kept(window.budget)}"
+        cell = found.setdefault(head, {}).setdefault(window.method, {})
         cell[window.text, window.window] = window.kl
     yield from found.items()
 

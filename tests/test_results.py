@@ -199,7 +199,7 @@ def test_claims_on_strings_memory_and_partitions(results, tmp_path):
     assert claim(found, "UUIDs")[1:] == ("reproduced", "25 %, 900 tokens, after: -0.89 ± 0.26 to the full cache")
     assert claim(found, "less memory")[1:] == ("reproduced", "74.8% at a budget of 25 %, degrees included")
     assert claim(found, "partition")[1] == "reproduced"
-    assert "KL, 50 %: contiguous +0.200 ± 0.000" in claim(found, "partition").found
+    assert "KL over 10 tokens, 50 %: contiguous +0.200 ± 0.000" in claim(found, "partition").found
     scores = {"csm": [0.1, 0.2, 0.3], "csm-contiguous": [0.3, 0.4, 0.5]}
     replies = [each for method, found in scores.items() for each in asked("needle", method, 0.25, found)]
     written(tmp_path, "ablations.jsonl", asked("needle", "full", None, [1.0] * 3) + replies)
