@@ -27,7 +27,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import torch
 import transformers
@@ -53,7 +53,7 @@ from ckv_compile.schedule import Plans
 log = logging.getLogger("ckv_compile")
 
 FORMAT = "ckv_compile artifact"
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 _CONFIG, _MODEL_CONFIG, _GENERATION_CONFIG = "ckv_config.json", "config.json", "generation_config.json"
 _PREFILL, _KERNEL = "prefill.pt2", "decode_attention.so"
@@ -352,8 +352,8 @@ class _Table(NamedTuple):
                 f"{_CONFIG} has {vocabulary} token ids and {positions} positions: there is at least one"
             )
         _check_fields(data["config"], f"{_CONFIG}: config", **_types(CKVConfig))
-        sizes = {name: int for name in CacheShape._fields if name not in ("dtype", "device", "light_layers")}
-        _check_fields(data["cache"], f"{_CONFIG}: cache", **sizes, dtype=str, light_layers=list)
+        sizes = {name: int for name in CacheShape._fields if name not in ("dtype", "device", "light_layers", "int8")}
+        _check_fields(data["cache"], f"{_CONFIG}: cache", **sizes, dtype=str, light_layers=list, int8=bool)
         for result in data["passes"]:
             _check_fields(result, f"{_CONFIG}: passes", name=str, matches=int, seconds=float)
         weight = {"name": str, "dtype": str, "shape": list, "parameter": bool, "file": str, "tensor": str}
@@ -366,6 +366,8 @@ class _Table(NamedTuple):
             shape = CacheShape(**cache, device=device)
             if config.light_layers != shape.light_layers:
                 raise ValueError(f"light layers {shape.light_layers}, and the config has {config.light_layers}")
+            if shape.int8 != (config.cache_dtype == "int8"):
+                raise ValueError(f"int8={shape.int8}, and the config has cache_dtype={config.cache_dtype!r}")
             plans = config.plans(shape.clustered)
             _state_on_meta(shape, plans)  # raises for sizes that no tensor has
             weights = tuple(
@@ -718,9 +720,8 @@ def _check_fields(data: Any, where: str, **types: Any) -> None:
 
 
 def _types(config: type) -> dict[str, Any]:
-    return {
-        field.name: list if get_origin(field.type) is Sequence else field.type for field in dataclasses.fields(config)
-    }
+    written = {Sequence: list, Literal: str}
+    return {field.name: written.get(get_origin(field.type), field.type) for field in dataclasses.fields(config)}
 
 
 def _json(data: bytes, name: str) -> Any:

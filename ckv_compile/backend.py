@@ -136,7 +136,8 @@ def backend(
     results = run_passes(aten, [functools.partial(canonicalize_attention, layers=len(updates), prove=prove)])
     groups = _check_order(aten)
     light_layers = [number for number, group in enumerate(groups) if group == "light"]
-    _check_options(options or {}, plans, light_layers, len(groups) - groups.count("window"))
+    int8 = tensor_meta(state_inputs(aten).keys).dtype == torch.int8
+    _check_options(options or {}, plans, light_layers, len(groups) - groups.count("window"), int8)
     if steps != 1:
         placeholders = aten.graph.find_nodes(op="placeholder")
         with aten.graph.inserting_after(placeholders[-1]):
@@ -250,10 +251,13 @@ def _name_inputs(aten: GraphModule, graph: GraphModule, updates: list[Node]) -> 
     )
 
 
-def _check_options(options: Mapping[str, Any], plans: Plans, light_layers: Sequence[int], layers: int) -> None:
+def _check_options(
+    options: Mapping[str, Any], plans: Plans, light_layers: Sequence[int], layers: int, int8: bool
+) -> None:
     """Refuse options that are not those of a cache of `layers` clustered layers."""
     main = plans.main
     own = dataclasses.asdict(main.schedule) | {"interval": main.capacity - main.schedule.budget}
+    own |= {"cache_dtype": "int8" if int8 else "auto"}
     del own["n_exact"]
     config = CKVConfig.from_options(own | dict(options))
     if light_layers:
@@ -320,11 +324,11 @@ def _check_tokens(graph: GraphModule) -> None:
     """Refuse tokens that do not fit in the cache, in Dynamo's graph; the number of rows is no symbol from here on."""
     for node in graph.graph.nodes:
         if node.target in (torch.ops.ckv.update, update):
-            k, keys = (argument.meta["example_value"] for argument in (node.args[0], node.args[2]))
-            if (int(k.shape[0]), k.dtype, k.device) != (keys.shape[0], keys.dtype, keys.device):
+            k, last = (argument.meta["example_value"] for argument in (node.args[0], node.args[6]))  # last_queries
+            if (int(k.shape[0]), k.dtype, k.device) != (last.shape[0], last.dtype, last.device):
                 raise InputError(
-                    f"new tokens of {k.shape[0]} rows, {k.dtype} on {k.device}, for a cache of {keys.shape[0]} rows, "
-                    f"{keys.dtype} on {keys.device}: make a cache of as many rows, by cache_for() of this very model"
+                    f"new tokens of {k.shape[0]} rows, {k.dtype} on {k.device}, for a cache of {last.shape[0]} rows, "
+                    f"{last.dtype} on {last.device}: make a cache of as many rows, by cache_for() of this very model"
                 )
 
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from ckv_compile.errors import InputError
 from ckv_compile.reference import LAST, accumulator_dtype
 from ckv_compile.schedule import Plans
+from ckv_compile.slots import STORED
 
 Group = Literal["main", "light", "window"]
 """What kind of slots a layer has."""
@@ -31,6 +32,7 @@ class CacheShape(NamedTuple):
     window_kv_heads: int = 0
     window_head_dim: int = 0
     light_layers: tuple[int, ...] = ()  # of the model: clustered layers with fewer slots, in all else like the others
+    int8: bool = False  # whether the slots of clustered layers have 8 bits a number (see `slots`)
 
     @property
     def clustered(self) -> int:
@@ -45,9 +47,9 @@ class CacheState(NamedTuple):
     with the same strides, and a row can be copied or saved by itself.
     """
 
-    keys: Tensor  # [B, L, Hkv, C, D] model dtype; slots, in sequence order
-    values: Tensor  # [B, L, Hkv, C, D] model dtype
-    degree: Tensor  # [B, L, Hkv, C] float32; tokens a slot stands for, 0 = empty
+    keys: Tensor  # [B, L, Hkv, C, D] model dtype, or int8; slots, in sequence order
+    values: Tensor  # [B, L, Hkv, C, D] likewise
+    degree: Tensor  # [B, L, Hkv, C] float32; tokens a slot stands for, 0 = empty; with int8 [B, L, Hkv, C, 3]
     queries: Tensor  # [B, L, Hkv, 2, D] float32, or wider; running means of scale * q and its square
     last_queries: Tensor  # [B, L, Hkv, LAST, G, D] model dtype; scale * q of the token at position p in place p % LAST
     fill: Tensor  # [B] int64; used slots, the same in every layer and head
@@ -71,10 +73,11 @@ class CacheState(NamedTuple):
 
         def group(layers: int, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             heads, dim = (layers, shape.kv_heads), shape.head_dim
+            stored = torch.int8 if shape.int8 else shape.dtype
             return (
-                zeros(*heads, slots, dim),
-                zeros(*heads, slots, dim),
-                zeros(*heads, slots, dtype=torch.float32),
+                zeros(*heads, slots, dim, dtype=stored),
+                zeros(*heads, slots, dim, dtype=stored),
+                zeros(*heads, slots, *([STORED] if shape.int8 else []), dtype=torch.float32),
                 zeros(*heads, 2, dim, dtype=accumulator_dtype(shape.dtype)),
                 zeros(*heads, LAST, shape.group, dim),
             )

@@ -6,10 +6,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ckv_compile.errors import ConfigError
 from ckv_compile.schedule import GroupPlan, Plans, Schedule
+
+CacheDtype = Literal["auto", "int8"]
+"""Of keys and values in the cache: the model's, or 8 bits a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,8 @@ class CKVConfig:
         prefill_chunk: tokens of a prompt or turn that are processed at once. None takes all of them: exact attention
             over the whole prompt, whose memory grows with it. A number bounds memory for any length; each chunk then
             attends to the clustered cache of those before it.
+        cache_dtype: of cached keys and values. "auto" is the model's; "int8" rounds each of them to whole numbers times
+            a step of its own, which takes about half of the bytes of bfloat16. Sliding windows stay as they are.
 
     Raises:
         ConfigError: for a value out of range, or a combination that no plan can satisfy.
@@ -65,6 +70,7 @@ class CKVConfig:
     max_context: int | None = None
     max_batch_size: int = 8
     prefill_chunk: int | None = None
+    cache_dtype: CacheDtype = "auto"
 
     def __post_init__(self) -> None:
         _check_number("budget", self.budget)
@@ -78,6 +84,10 @@ class CKVConfig:
         for name in ("max_context", "prefill_chunk"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1)
+        if self.cache_dtype not in get_args(CacheDtype):
+            raise ConfigError(
+                f"cache_dtype={self.cache_dtype!r}: choose one of {', '.join(map(repr, get_args(CacheDtype)))}"
+            )
         if self.chunk_size % 2:
             raise ConfigError(
                 f"chunk_size={self.chunk_size} must be even: a chunk is split alternately into two equal sets"

@@ -9,6 +9,9 @@ closes the step for all layers of a group. These three change the tensors of `Ca
 say so; so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself; it takes in the
 queries if it is told them.
 
+Where keys and values have 8 bits, `degree` holds their steps too (see `slots`), and what a query attends to is what the
+slots hold, the newest one among them.
+
 Batch row b of every argument belongs to batch row b of the state; a row that is not active is left as it is. Of several
 new tokens, the first `padding[b]` of a row are skipped. A batch of one new token a row may be of any rows of a larger
 state: `rows` [B] names them, no active one twice.
@@ -27,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ckv_compile import clustering
+from ckv_compile import clustering, slots
 from ckv_compile.cache import CacheShape
 from ckv_compile.errors import InputError
 from ckv_compile.kernels import cpu
@@ -131,7 +134,7 @@ def _cached_attention(
     v: Tensor,  # [B, Hkv, S, D]
     keys: Tensor,  # [B, L, Hkv, C, D]
     values: Tensor,  # [B, L, Hkv, C, D]
-    degree: Tensor,  # [B, L, Hkv, C]
+    degree: Tensor,  # [B, L, Hkv, C], or [B, L, Hkv, C, 3] where keys and values are int8
     queries: Tensor,  # [B, L, Hkv, 2, D]
     last_queries: Tensor,  # [B, L, Hkv, LAST, G, D]
     fill: Tensor,  # [B]
@@ -162,11 +165,11 @@ def _cached_attention(
         out[b, :, :skip] = 0.0
         if skip < q.shape[2]:
             new = (q[b, :, skip:], k[b, :, skip:], v[b, :, skip:])
-            slots = (keys[b, layer], values[b, layer], degree[b, layer])
+            own = (keys[b, layer], values[b, layer], degree[b, layer])
             known = (queries[b, layer], last_queries[b, layer])
-            out[b, :, skip:] = _extend(*new, *slots, used, scale, softcap, sinks)
+            out[b, :, skip:] = _extend(*new, *own, used, scale, softcap, sinks)
             clustering.observe_(*known, new[0], scale, seen[b])
-            _append(*new[1:], *slots, *known, used, schedule)
+            _append(*new[1:], *own, *known, used, schedule)
     return out
 
 
@@ -257,10 +260,10 @@ def _append_(
         else:
             main = (keys, values, degree, queries, last_queries)
             light = (light_keys, light_values, light_degree, light_queries, light_last_queries)
-            slots = [part[b, layer] for part in (light if group == "light" else main)]
+            own = [part[b, layer] for part in (light if group == "light" else main)]
             if q is not None:
-                clustering.observe_(slots[3], slots[4], q[b, :, skip:], scale, int(position[b]))
-            _append(*new, slots[0], slots[1], slots[2], slots[3], slots[4], count, schedule)
+                clustering.observe_(own[3], own[4], q[b, :, skip:], scale, int(position[b]))
+            _append(*new, own[0], own[1], own[2], own[3], own[4], count, schedule)
 
 
 def _append_fake(*_: object, **__: object) -> None:
@@ -363,24 +366,28 @@ def _decode_attention(
         out.zero_()
     for b, state, used in taking:
         slot, taken = used % capacity, slice(0, min(used + 1, capacity))
-        keys[state, layer, :, slot] = k[b, :, 0]
-        values[state, layer, :, slot] = v[b, :, 0]
         # The G query heads of a KV head stand side by side as rows of one query, so K and V are read once.
         grouped = q[b].reshape(kv_heads, heads // kv_heads, dim)
         bias = q.new_zeros(kv_heads, 1, taken.stop, dtype=accumulator_dtype(q.dtype))
         if degree is not None and queries is not None and last_queries is not None and position is not None:
             known = (queries[state, layer], last_queries[state, layer])
             clustering.observe_(*known, q[b], scale, int(position[state]))
-            degree[state, layer, :, slot] = 1.0
-            bias[:, 0] = degree[state, layer, :, taken].to(bias.dtype).log()
-        old_keys, old_values = keys[state, layer, :, taken], values[state, layer, :, taken]
+            own = (keys[state, layer], values[state, layer], degree[state, layer])
+            slots.write_((k[b], v[b], 1.0), *(part[:, slot : slot + 1] for part in own))
+            old_keys, old_values, weights = slots.read(*(part[:, taken] for part in own))
+            bias = bias.to(accumulator_dtype(old_keys.dtype))
+            bias[:, 0] = weights.to(bias.dtype).log()
+        else:
+            keys[state, layer, :, slot] = k[b, :, 0]
+            values[state, layer, :, slot] = v[b, :, 0]
+            old_keys, old_values = keys[state, layer, :, taken], values[state, layer, :, taken]
         if sinks is None and not softcap:
             attended = F.scaled_dot_product_attention(
-                grouped[None], old_keys[None], old_values[None], bias[None], scale=scale
+                grouped.to(old_keys.dtype)[None], old_keys[None], old_values[None], bias[None], scale=scale
             )
         else:
             bias = bias.repeat_interleave(heads // kv_heads, dim=0)  # [H, 1, n]
-            attended = _attend(q[b], old_keys, old_values, bias, scale, softcap, sinks)
+            attended = _attend(q[b].to(old_keys.dtype), old_keys, old_values, bias, scale, softcap, sinks)
         out[b] = attended.reshape(heads, 1, dim)
     return out
 
@@ -410,6 +417,9 @@ def _extend(
         return F.scaled_dot_product_attention(
             q.contiguous()[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=q.is_cuda
         )[0]
+    if keys.dtype == torch.int8 and degree is not None:
+        wide = slots.read(keys[:, :used], values[:, :used], degree[:, :used])
+        keys, values, degree = wide[0].to(q.dtype), wide[1].to(q.dtype), wide[2]
     if _has_triton(q.device):
         from ckv_compile.kernels import attention
 
@@ -471,14 +481,15 @@ def _append(
     """Put S new tokens [Hkv, S, D] of one row behind its `used` slots, compressed when they leave no free slot."""
     total, capacity = used + k.shape[1], keys.shape[1]
     if schedule.settle(total, capacity) == total:
-        keys[:, used:total] = k
-        values[:, used:total] = v
-        degree[:, used:total] = 1.0
+        slots.write_((k, v, 1.0), keys[:, used:total], values[:, used:total], degree[:, used:total])
         return
+    if keys.dtype == torch.int8:  # rounded once, when they are stored
+        k, v = k.float(), v.float()
+    old = slots.read(keys[:, :used], values[:, :used], degree[:, :used])
     merged = compress(
-        torch.cat([keys[:, :used], k], dim=1) if used else k,
-        torch.cat([values[:, :used], v], dim=1) if used else v,
-        torch.cat([degree[:, :used], degree.new_ones(k.shape[:2])], dim=1),
+        torch.cat([old[0], k], dim=1) if used else k,
+        torch.cat([old[1], v], dim=1) if used else v,
+        torch.cat([old[2], degree.new_ones(k.shape[:2])], dim=1),
         queries,
         last_queries,
         schedule,
@@ -490,9 +501,9 @@ def _append_to_ring(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: in
     """Put S new tokens [Hkv, S, D] of one row into a ring [Hkv, W, D] that has seen `seen`."""
     steps, window = k.shape[1], keys.shape[1]
     last = min(steps, window)
-    slots = torch.arange(seen + steps - last, seen + steps, device=k.device) % window
-    keys.index_copy_(1, slots, k[:, -last:])
-    values.index_copy_(1, slots, v[:, -last:])
+    places = torch.arange(seen + steps - last, seen + steps, device=k.device) % window
+    keys.index_copy_(1, places, k[:, -last:])
+    values.index_copy_(1, places, v[:, -last:])
 
 
 def compress(
@@ -510,23 +521,22 @@ def compress(
     Returns:
         keys, values [R, budget, D] and degree [R, budget]; the rows as they are if they are within the budget.
     """
-    slots, rounds = (keys, values, degree), schedule.rounds(keys.shape[1])
+    row, rounds = (keys, values, degree), schedule.rounds(keys.shape[1])
     if rounds and schedule.n_exact:
-        slots = clustering.set_apart(*slots, queries, last_queries, schedule)
+        row = clustering.set_apart(*row, queries, last_queries, schedule)
     if _has_triton(keys.device):
         from ckv_compile.kernels import compaction
 
-        return compaction.compress(*slots, rounds, schedule)
-    return clustering.compress(*slots, rounds, schedule)
+        return compaction.compress(*row, rounds, schedule)
+    return clustering.compress(*row, rounds, schedule)
 
 
 def _store(merged: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, degree: Tensor) -> None:
     """Write merged slots [R, m, D] to the front of a state of as many rows [..., C, D], and mark the rest empty."""
-    count = merged[0].shape[1]
-    for part, slots in zip((keys, values, degree[..., None]), (*merged[:2], merged[2][..., None]), strict=True):
-        front = part[..., :count, :]
-        front.copy_(slots.view(front.shape))
-    degree[..., count:] = 0.0
+    count, at, capacity = merged[0].shape[1], keys.ndim - 2, keys.shape[-2]
+    k, v, n = (part.view(*keys.shape[:at], *part.shape[1:]) for part in merged)
+    slots.write_((k, v, n), *(part.narrow(at, 0, count) for part in (keys, values, degree)))
+    degree.narrow(at, count, capacity - count).zero_()
 
 
 def _compact(
@@ -571,7 +581,7 @@ def _compact(
             for first in range(0, layers, together):
                 some = slice(first, first + together)
                 state = (keys[b, some], values[b, some], degree[b, some])
-                k, v, weight = (part.flatten(0, 1) for part in state)  # [layers * Hkv, ...]
+                k, v, weight = (part.flatten(0, 1) for part in slots.read(*state))  # [layers * Hkv, ...]
                 if n_exact:
                     known = (queries[b, some].flatten(0, 1), last_queries[b, some].flatten(0, 1))
                     k, v, weight = clustering.exchange(k, v, weight, *known, schedule)

@@ -104,7 +104,7 @@ def rewrite(model: nn.Module, config: CKVConfig) -> Rewritten:
         ],
     )
     with _as_pass("insert_cached_attention", results):
-        shape = cache_shape(graph, config.light_layers)
+        shape = cache_shape(graph, config.light_layers)._replace(int8=config.cache_dtype == "int8")
         plans = config.plans(shape.clustered)
     device = device_of(model)
     tokens = min(_CHECK_PROMPT + _CHECK_STEPS, *(plan.capacity - 1 for plan in plans if plan.capacity))  # no compaction
@@ -171,7 +171,7 @@ def _check_equivalence(
     Passes look at attention only. A model with another path between tokens (a convolution, a recurrent state, positions
     of its own) has no state to decode with, and shows here.
     """
-    state = CacheState.planned(shape, plans, 1)
+    state = CacheState.planned(shape._replace(int8=False), plans, 1)  # rounding would be what differs
     prompt = max(1, ids.shape[1] - _CHECK_STEPS)
     with torch.no_grad():
         logits = [graph(ids[:, :prompt], *state)[0]]

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ckv_compile.schedule import GroupPlan, Plans, Schedule
 
+EIGHT_BITS = 127
+"""Steps of the largest number of a vector that is rounded to 8 bits."""
 RECENT = 256
 """Tokens over which the means of the queries run."""
 NEAR = 9
@@ -260,6 +262,21 @@ def widened(row: Row) -> Row:
     return Row(row.keys.to(wide), row.values.to(wide), row.degree)
 
 
+def rounded(row: Row) -> Row:
+    """The same row with every key and value rounded to multiples of a step of its own, of which 127 at most.
+
+    The step is a 127th of the largest number of the vector, rounded up to 16 significant bits.
+    """
+
+    def vectors(given: Tensor) -> Tensor:
+        largest = given.float().abs().amax(dim=-1, keepdim=True)
+        mantissa, exponent = torch.frexp((largest / EIGHT_BITS).clamp_min(torch.finfo(torch.float32).tiny))
+        step = torch.ldexp((mantissa * 2**16).ceil() / 2**16, exponent)
+        return (step * (given.float() / step).round()).to(given.dtype)
+
+    return Row(vectors(row.keys), vectors(row.values), row.degree)
+
+
 def attend_row(
     q: Tensor,
     row: Row,
@@ -315,13 +332,20 @@ class CacheRows:
         capacity: slots of a row.
         light: both, of a row of a light layer.
         light_layers: which layers those are, of the ones without a window.
+        int8: round what the rows hold to 8 bits (see `rounded`): a single new token before it is attended to, several
+            at the end of their step.
     """
 
     def __init__(
-        self, schedule: Schedule, capacity: int, light: GroupPlan | None = None, light_layers: Collection[int] = ()
+        self,
+        schedule: Schedule,
+        capacity: int,
+        light: GroupPlan | None = None,
+        light_layers: Collection[int] = (),
+        int8: bool = False,
     ) -> None:
         main = GroupPlan(schedule, capacity)
-        self.light_layers = light_layers
+        self.light_layers, self.int8 = light_layers, int8
         self.plans = Plans(main, light or main)
         self.rows: dict[tuple[int, int, int], Row] = {}
         self.windows: dict[tuple[int, int, int], Row] = {}
@@ -350,6 +374,8 @@ class CacheRows:
         for b in range(batch):
             for h in range(kv_heads):
                 new = Row(k[b, h], v[b, h], torch.ones(steps, dtype=torch.float32, device=k.device))
+                if self.int8 and steps == 1 and not window:
+                    new = rounded(new)
                 old = rows.get((b, layer, h))
                 row = new if old is None else Row(*(torch.cat(pair) for pair in zip(old, new, strict=True)))
                 own = range(h * heads // kv_heads, (h + 1) * heads // kv_heads)
@@ -367,12 +393,12 @@ class CacheRows:
         for key, row in self.rows.items():
             schedule, capacity = self.plans.light if key[1] in self.light_layers else self.plans.main
             slots = row.keys.shape[0]
-            if slots < capacity:
-                continue
-            if schedule.n_exact:
-                choose = exchange if tokens == 1 else set_apart
-                row = choose(row, self.queries[key], schedule)
-            rounds = (slots - schedule.budget,) if tokens == 1 else schedule.rounds(slots)
-            self.rows[key] = compress_row(row, rounds, schedule)
+            if slots >= capacity:
+                if schedule.n_exact:
+                    choose = exchange if tokens == 1 else set_apart
+                    row = choose(row, self.queries[key], schedule)
+                rounds = (slots - schedule.budget,) if tokens == 1 else schedule.rounds(slots)
+                row = compress_row(row, rounds, schedule)
+            self.rows[key] = rounded(row) if self.int8 else row
         for b in {b for b, _, _ in (*self.rows, *self.windows)}:
             self.position[b] = self.position.get(b, 0) + tokens

@@ -16,7 +16,7 @@ from ckv_compile.cache import CacheShape, CacheState, ClusteredCache
 from ckv_compile.errors import InputError
 from ckv_compile.schedule import Plans
 
-FORMAT = "ckv_compile cache 3"
+FORMAT = "ckv_compile cache 4"
 _COUNTED_BY = {f"{group}{name}": f"{group}fill" for group in ("", "light_") for name in ("keys", "values", "degree")}
 """What holds slots, and what counts them: those behind the longest row's are left out."""
 
@@ -110,8 +110,8 @@ def _used(name: str, tensor: Tensor, used: Mapping[str, int]) -> Tensor:
 
 
 def _written(shape: CacheShape, plans: Plans) -> dict[str, Any]:
-    """Plans as they stand in a file, and the layers that have the one for light ones."""
-    return {"light_layers": list(shape.light_layers)} | {
+    """Plans as they stand in a file, the layers that have the one for light ones, and what slots are made of."""
+    return {"light_layers": list(shape.light_layers), "cache_dtype": "int8" if shape.int8 else "auto"} | {
         f"{group}{name}": value
         for group, plan in (("", plans.main), ("light_", plans.light))
         for name, value in (dataclasses.asdict(plan.schedule) | {"capacity": plan.capacity}).items()

@@ -89,7 +89,7 @@ def reference_logits(model, config, ids, steps, prefill_chunk=None):
     windows = [node.args[7] for node in graph.graph.find_nodes(op="call_function", target=attention)]
     clustered = [number for number, window in enumerate(windows) if not window]
     plans, light = config.plans(len(clustered)), [clustered.index(number) for number in config.light_layers]
-    rows = CacheRows(*plans.main, plans.light, light)
+    rows = CacheRows(*plans.main, plans.light, light, int8=config.cache_dtype == "int8")
 
     class Reference(torch.fx.Interpreter):
         def __init__(self, graph):

@@ -57,6 +57,7 @@ def quantised(config):
 
 
 MODELS = {
+    "llama, slots of 8 bits": lambda: tiny_model("llama", num_hidden_layers=1),
     "gemma3, windows, fp16": lambda: tiny_model(
         "gemma3", **SMALL, layer_types=["sliding_attention", "full_attention"]
     ).half(),
@@ -128,7 +129,7 @@ def copy(saved, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loaded_model_generates_the_same_tokens(name, tmp_path, prompt):
-    model = ckv_compile.transform(MODELS[name](), **OPTIONS)
+    model = ckv_compile.transform(MODELS[name](), **OPTIONS, cache_dtype="int8" if "8 bits" in name else "auto")
     model.save_pretrained(tmp_path)
     loaded = ckv_compile.load(tmp_path, compile="eager")
     expected = generate(model, prompt(70, batch=2), return_dict_in_generate=True)
@@ -329,7 +330,7 @@ BAD = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "is no artifact"),
     "half a manifest": (damage("manifest.json", lambda data: data.__delitem__(slice(200, None))), "is no JSON"),
     "a manifest of something else": (listed(lambda m: m.update(format="a model")), "is not that of a"),
-    "a newer version": (listed(lambda m: m.update(version=3, news=[])), "of version 3 of the format"),
+    "a newer version": (listed(lambda m: m.update(version=4, news=[])), "of version 4 of the format"),
     "another torch": (listed(lambda m: m.update(torch="2.9.1")), "saved by torch 2.9.1"),
     "another device": (listed(lambda m: m.update(device="cuda:0")), "cuda:0"),
     "an unknown field": (listed(lambda m: m.update(extra=1)), "does not have the fields"),
@@ -353,8 +354,8 @@ BAD = {
     ),
     "fewer weights": (consistent("ckv_config.json", lambda c: c["weights"].pop()), "does not hold the tensors"),
     "a table of another version": (
-        consistent("ckv_config.json", lambda c: c.update(version=3)),
-        "ckv_config.json is of version 3",
+        consistent("ckv_config.json", lambda c: c.update(version=4)),
+        "ckv_config.json is of version 4",
     ),
     "sizes that no cache has": (
         consistent("ckv_config.json", lambda c: c["cache"].update(layers=-1)),

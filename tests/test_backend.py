@@ -64,6 +64,15 @@ def test_transformers_own_loop_gives_the_tokens_of_transform(family, prompt):
     assert (cache.state.fill < cache.capacity).all()
 
 
+def test_slots_of_8_bits_give_the_tokens_of_transform(prompt):
+    model, inputs, options = tiny_model(), {"input_ids": prompt(60)}, OPTIONS | {"cache_dtype": "int8"}
+    expected = ckv_compile.transform(model, compile="eager", **options).generate(**inputs, **GREEDY)
+    cache = ckv_compile.cache_for(model, **options)
+    assert cache.state.keys.dtype == torch.int8
+    found = compiled(model).generate(**inputs, **{CACHE: cache}, **GREEDY)
+    assert torch.equal(found, expected)
+
+
 def test_a_layer_with_a_window_cannot_be_light():
     with pytest.raises(ConfigError, match="layer 0 has a sliding window, which stays as it is"):
         ckv_compile.cache_for(model_of("gemma3"), **(OPTIONS | {"budget": 100, "light_layers": [0]}))
@@ -235,9 +244,10 @@ def test_the_compiled_step_copies_no_cache(prompt):
         ({"budget": 32}, r"options=\{'budget': 32\} of the backend, but the cache was made with budget=24"),
         ({"budget": 0.5}, r"options=\{'budget': 0.5\}"),
         ({"interval": 10}, r"the cache was made with interval=8"),
+        ({"cache_dtype": "int8"}, r"the cache was made with cache_dtype='auto'"),
         ({"prefill_chunk": 8}, r"options prefill_chunk are not of the backend"),
     ],
-    ids=["misspelt", "other-budget", "fraction", "other-interval", "of-transform"],
+    ids=["misspelt", "other-budget", "fraction", "other-interval", "other-dtype", "of-transform"],
 )
 def test_options_must_be_those_of_the_cache(options, message, prompt):
     model = model_of()

@@ -181,6 +181,13 @@ def test_json_that_is_no_object_is_refused(text: str, kind: str) -> None:
         CKVConfig.from_json(text)
 
 
+def test_only_known_dtypes_are_taken_for_the_cache() -> None:
+    assert CKVConfig(budget=100).cache_dtype == "auto"
+    assert CKVConfig.from_json(CKVConfig(budget=100, cache_dtype="int8").to_json()).cache_dtype == "int8"
+    with pytest.raises(ConfigError, match="cache_dtype='int4': choose one of 'auto', 'int8'"):
+        CKVConfig(budget=100, cache_dtype="int4")
+
+
 @pytest.mark.parametrize("text", ['{"budget": NaN}', '{"budget": true}', '{"budget": 512, "chunk_size": 7}'])
 def test_a_bad_value_in_json_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):

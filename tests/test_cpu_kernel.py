@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,9 @@ import pytest
 import torch
 from conftest import needs_kernel
 
-from ckv_compile import clustering
+from ckv_compile import clustering, slots
 from ckv_compile.kernels import cpu
-from ckv_compile.reference import LAST, CacheRows, Row, attend_row
+from ckv_compile.reference import LAST, CacheRows, Row, attend_row, rounded, widened
 from ckv_compile.schedule import Schedule
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
@@ -59,9 +60,10 @@ class Case:
         keys, values = self.keys[row, self.layer, kv_head], self.values[row, self.layer, kv_head]
         fill, capacity = int(self.fill[row]), keys.shape[0]
         if self.degree is not None:
-            return Row(keys[:fill], values[:fill], self.degree[row, self.layer, kv_head, :fill])
-        slots = torch.arange(max(fill - capacity, 0), fill) % capacity
-        return Row(keys[slots], values[slots], torch.ones(len(slots)))
+            degree = self.degree[row, self.layer, kv_head, :fill]
+            return Row(*slots.read(keys[:fill], values[:fill], degree))
+        taken = torch.arange(max(fill - capacity, 0), fill) % capacity
+        return Row(keys[taken], values[taken], torch.ones(len(taken)))
 
     def expected(self) -> torch.Tensor:
         """The reference in float64, for the cache as it is after the append."""
@@ -72,6 +74,8 @@ class Case:
             for head in range(heads):
                 kv_head = head // (heads // kv_heads)
                 new = Row(self.k[row, kv_head], self.v[row, kv_head], torch.ones(1))
+                if self.keys.dtype == torch.int8:
+                    new = rounded(widened(new))
                 whole = Row(*(torch.cat(parts).double() for parts in zip(self.cached(row, kv_head), new, strict=True)))
                 empty = whole.degree[:, None] == 0  # whatever it holds
                 whole = Row(whole.keys.masked_fill(empty, 0.0), whole.values.masked_fill(empty, 0.0), whole.degree)
@@ -113,6 +117,13 @@ def make_case(
         for cached in (case.keys, case.values, case.degree):
             cached[row, :, :, used:] = float("nan")
     return case
+
+
+def in_int8(case: Case) -> Case:
+    """The case with slots of 8 bits."""
+    (keys, key_step), (values, value_step) = (slots.to_int8(vectors) for vectors in (case.keys, case.values))
+    assert case.degree is not None
+    return replace(case, keys=keys, values=values, degree=torch.stack([case.degree, key_step, value_step], dim=-1))
 
 
 def make_ring(fill: tuple[int, ...], window: int, **shape: object) -> Case:
@@ -212,8 +223,41 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> Non
 
 
 @needs_kernel
-def test_the_number_of_threads_does_not_matter() -> None:
-    case = make_case((1500, 800), capacity=1600, kv_heads=3)
+@every_dtype
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 8), (5, 72), (4, 128)])
+def test_slots_of_8_bits(group: int, dim: int, dtype: torch.dtype) -> None:
+    case = make_case((0, 1, 516), capacity=517, kv_heads=2, group=group, dim=dim, dtype=dtype)
+    for softcap in (0.0, 5.0):
+        given = in_int8(with_sinks(replace(case, softcap=softcap)))
+        assert_right(given)
+        for row, fill in enumerate(case.fill.tolist()):
+            for place, (new, held) in enumerate(((case.k, given.keys), (case.v, given.values)), start=1):
+                numbers, step = slots.to_int8(new[row, :, 0])
+                assert torch.equal(held[row, given.layer, :, fill], numbers)
+                assert torch.equal(given.degree[row, given.layer, :, fill, place], step)
+            assert given.degree[row, given.layer, :, fill, 0].eq(1.0).all()
+            assert given.degree[row, :, :, fill + 1 :].isnan().all()
+
+
+@needs_kernel
+def test_slots_of_8_bits_are_those_of_the_row_alone_and_refused_in_a_ring() -> None:
+    batch = in_int8(make_case((1500, 7, 800), capacity=1600, kv_heads=3, dtype=torch.bfloat16))
+    alone = [batch.row(row) for row in range(3)]
+    together = batch.run()
+    for row, case in enumerate(alone):
+        assert torch.equal(case.run(), together[row : row + 1])
+    with pytest.raises(ValueError, match="cannot serve layer 1"):
+        replace(batch, degree=None, queries=None, last_queries=None, position=None).run()
+    with pytest.raises(ValueError, match="cannot serve layer 1"):
+        replace(batch, degree=batch.degree[..., 0].contiguous()).run()
+    with pytest.raises(ValueError, match=r"share one dtype, got .*int8 keys, torch.bfloat16 values"):
+        replace(batch, values=batch.values.to(torch.bfloat16)).run()
+
+
+@needs_kernel
+@pytest.mark.parametrize("stored", [lambda case: case, in_int8], ids=["dtype of q", "int8"])
+def test_the_number_of_threads_does_not_matter(stored: Callable[[Case], Case]) -> None:
+    case = stored(make_case((1500, 800), capacity=1600, kv_heads=3))
     threads = torch.get_num_threads()
     results = []
     try:
@@ -519,7 +563,12 @@ def test_a_ring_that_does_not_fit_is_refused() -> None:
 @needs_kernel
 def test_a_machine_without_float16_has_the_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.is_available(torch.float32)
-    functions = {symbol: cpu._kernels()[dtype] for dtype, symbol in cpu._SYMBOLS.items() if dtype != torch.float16}
+    functions = {
+        symbol + cpu._INT8 * int8: cpu._kernels()[dtype, int8]
+        for dtype, symbol in cpu._SYMBOLS.items()
+        for int8 in (False, True)
+        if dtype != torch.float16
+    }
     monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", lambda *_, **__: SimpleNamespace(**functions))
     cpu._kernels.cache_clear()
     cpu._build.cache_clear()

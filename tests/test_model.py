@@ -20,6 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import ckv_compile
+from ckv_compile import slots
 from ckv_compile.kernels import cpu
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}  # the bar for agreement with transformers in float32
@@ -149,17 +150,35 @@ def test_with_light_layers_the_model_equals_a_run_of_the_reference(compile, prom
     torch.testing.assert_close(torch.stack(found.logits), expected.float(), atol=1e-5, rtol=1e-5)
     state, (main, light) = cache_of(found).state, ours.ckv_config.plans(3)
     assert (light.schedule.budget, main.schedule.budget) == (24, 72)  # 40 in the mean
-    for layer, (slots, index) in enumerate([(state.light, 0), (state.main, 0), (state.light, 1)]):
+    for layer, (own, index) in enumerate([(state.light, 0), (state.main, 0), (state.light, 1)]):
         for head in range(3):
-            row, used = rows.rows[0, layer, head], int(slots[5])
+            row, used = rows.rows[0, layer, head], int(own[5])
             assert row.keys.shape[0] == used
-            torch.testing.assert_close(slots[0][0, index, head, :used], row.keys, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(slots[2][0, index, head, :used], row.degree)
+            torch.testing.assert_close(own[0][0, index, head, :used], row.keys, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(own[2][0, index, head, :used], row.degree)
     even = ckv_compile.transform(model, compile="eager", **SMALL)
     assert ours.new_cache().nbytes() == even.new_cache().nbytes()
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+def test_slots_of_8_bits_stay_near_a_run_of_the_reference_and_take_half_of_the_bytes_of_bfloat16(compile, prompt):
+    """A merged number between two may be rounded to either, so near means the size of that; the tokens are the same."""
+    ids = prompt(100)
+    model, ours = pair("llama", compile, cache_dtype="int8", **SMALL)
+    expected, rows = reference_logits(model, ours.ckv_config, ids, 40)
+    found = generate(ours, ids, 40)
+    state = cache_of(found).state
+    assert torch.equal(found.sequences[0, 100:], expected[:, 0].argmax(dim=-1))
+    assert float((torch.stack(found.logits) - expected).abs().median()) < 1e-3
+    for (_, layer, head), row in rows.rows.items():
+        assert torch.equal(slots.weights(state.keys, state.degree)[0, layer, head, : len(row.degree)], row.degree)
+    half = pair("llama", compile, **SMALL)[1].new_cache().state
+    ratio = (state.keys.nbytes + state.values.nbytes) / (half.keys.nbytes + half.values.nbytes)
+    assert ratio == 1 / 4
+    assert state.degree.nbytes == 3 * half.degree.nbytes
+
+
 def test_the_path_that_ships_equals_the_reference_in_float32(prompt):
     """C++ attention, reductions for linears, Inductor: with random keys far enough apart to rank alike in float32."""
     assert cpu.is_available(torch.float32)

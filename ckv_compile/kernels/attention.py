@@ -20,8 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, launch, multiprocessors, signature
+from ckv_compile.kernels.builds import (
+    HEAD_DIMS,
+    INT8,
+    INTERPRETED,
+    POINTERS,
+    Build,
+    launch,
+    multiprocessors,
+    signature,
+    step_of,
+    whole_numbers,
+)
 from ckv_compile.reference import LAST, RECENT
+from ckv_compile.slots import STORED
 
 MAX_HEAD_DIM = 256
 """Largest head that the tiles are laid out for."""
@@ -35,7 +47,7 @@ _KNOWN |= dict.fromkeys(("scale", "softcap", "query_scale"), "fp32")
 
 _LOG2_E = 1.4426950408889634
 LOG2_E = tl.constexpr(_LOG2_E)
-_RECENT, _LAST = tl.constexpr(RECENT), tl.constexpr(LAST)
+_RECENT, _LAST, _STORED = tl.constexpr(RECENT), tl.constexpr(LAST), tl.constexpr(STORED)
 
 
 class Blocks(NamedTuple):
@@ -117,11 +129,12 @@ def decode_attention(
         q: queries [B, H, 1, D]; D is a multiple of 8, at most 256.
         k: new keys [B, Hkv, 1, D]; query head h uses KV head h // (H // Hkv).
         v: new values [B, Hkv, 1, D].
-        keys: cached keys [B, L, Hkv, C, D], contiguous, in the dtype of q; slot `fill` is written, of a ring slot
-            `fill` % C.
+        keys: cached keys [B, L, Hkv, C, D], contiguous, in the dtype of q, or int8 (see `slots`); slot `fill` is
+            written, of a ring slot `fill` % C.
         values: cached values, likewise.
-        degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing. None: the slots are
-            a ring of the last C tokens, and the query sees its own and the C - 1 before it.
+        degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing. With int8 keys and
+            values [B, L, Hkv, C, 3]. None: the slots are a ring of the last C tokens, and the query sees its own and
+            the C - 1 before it.
         queries: float32 [B, L, Hkv, 2, D], contiguous: the running means of scale * q and of its square, into which
             the queries of a token that is written are taken (see `reference.observe`). None for a ring.
         last_queries: [B, L, Hkv, LAST, G, D] in the dtype of q, contiguous: scale * q of the last tokens; place
@@ -148,9 +161,11 @@ def decode_attention(
     batch = states if rows is None else len(rows)
     heads, new_shape = q.shape[1], (batch, kv_heads, 1, dim)
     last_shape = (states, layers, kv_heads, LAST, heads // kv_heads, dim)
+    int8 = keys.dtype == values.dtype == torch.int8 and degree is not None
+    degree_shape = (*cache_shape[:4], *([STORED] if int8 else []))
     if not (
         values.shape == cache_shape
-        and (degree is None or degree.shape == cache_shape[:4])
+        and (degree is None or degree.shape == degree_shape)
         and (queries is None or queries.shape == (states, layers, kv_heads, 2, dim))
         and (last_queries is None or last_queries.shape == last_shape)
         and q.shape == (batch, heads, 1, dim)
@@ -169,7 +184,7 @@ def decode_attention(
     if len({part is None for part in (degree, queries, last_queries, position)}) > 1:
         raise ValueError("degree, queries, last_queries, position must all be given, or for a ring none")
     alike = [q, k, v, keys, values, *(() if last_queries is None else (last_queries,))]
-    if len({tensor.dtype for tensor in alike}) > 1:
+    if len({tensor.dtype for tensor in alike if not (int8 and tensor.dtype == torch.int8)}) > 1:
         dtypes = ", ".join(str(tensor.dtype) for tensor in alike)
         raise ValueError(f"q, k, v, keys, values, last_queries must share one dtype, got {dtypes}")
     written = [tensor for tensor in (degree, queries) if tensor is not None]
@@ -228,6 +243,7 @@ def _decode(
         v.stride(0) // dim, v.stride(1) // dim,
         HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_G=max(blocks.m, triton.next_power_of_2(group)), BLOCK_N=blocks.n,
         RING=degree is None, SOFTCAP=softcap > 0.0, SINKS=sinks is not None, SPLIT=parts > 1, ROWS=rows is not None,
+        INT8=degree is not None and keys.dtype == torch.int8,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
     if parts > 1:
@@ -387,6 +403,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     RING: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """One program serves one split of one KV head of one batch row. Strides count rows of HEAD_DIM elements.
 
@@ -400,6 +417,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     d, g, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
     in_d, in_g = d < HEAD_DIM, (g < group)[:, None]
     in_gd = in_g if BLOCK_D == HEAD_DIM else in_g & in_d[None, :]
+    stored: tl.constexpr = _STORED if INT8 else 1  # numbers of a slot beside the degrees
     state = tl.load(rows_ptr + b) if ROWS else b
     row = (state * layers + layer) * kv_heads + kv_head
     first_slot = row * capacity
@@ -421,11 +439,18 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     new_slot, writes = fill, appends & (fill < capacity)
     if RING:
         new_slot, writes = (tokens % capacity).to(tl.int32), appends
+    if INT8:  # the query attends to what the slot will hold
+        new_k, new_v = new_k.to(tl.float32), new_v.to(tl.float32)
+        k_step, v_step = step_of(tl.max(tl.abs(new_k), axis=0)), step_of(tl.max(tl.abs(new_v), axis=0))
+        new_k, new_v = whole_numbers(new_k, k_step), whole_numbers(new_v, v_step)
     if writes:
-        tl.store(keys_ptr + (first_slot + new_slot) * HEAD_DIM + d, new_k, mask=in_d)
-        tl.store(values_ptr + (first_slot + new_slot) * HEAD_DIM + d, new_v, mask=in_d)
+        tl.store(keys_ptr + (first_slot + new_slot) * HEAD_DIM + d, new_k.to(keys_ptr.dtype.element_ty), mask=in_d)
+        tl.store(values_ptr + (first_slot + new_slot) * HEAD_DIM + d, new_v.to(values_ptr.dtype.element_ty), mask=in_d)
+        if INT8:
+            tl.store(degree_ptr + (first_slot + new_slot) * stored + 1, k_step)
+            tl.store(degree_ptr + (first_slot + new_slot) * stored + 2, v_step)
         if not RING:
-            tl.store(degree_ptr + first_slot + new_slot, 1.0)
+            tl.store(degree_ptr + (first_slot + new_slot) * stored, 1.0)
             scaled = q.to(tl.float32) * query_scale  # 0 in the rows of the tile behind the group
             _take_into_mean(queries_ptr + row * 2 * HEAD_DIM + d, tl.sum(scaled, axis=0) / group, in_d)
             _take_into_mean(queries_ptr + (row * 2 + 1) * HEAD_DIM + d, tl.sum(scaled * scaled, axis=0) / group, in_d)
@@ -433,6 +458,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             scaled = scaled.to(last_queries_ptr.dtype.element_ty)
             tl.store(last_queries_ptr + newest[:, None] * HEAD_DIM + d[None, :], scaled, mask=in_gd)
 
+    if INT8:
+        new_k, new_v = new_k * k_step, new_v * v_step
     peak = _score(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1), scale, softcap, SOFTCAP)
     total = tl.full([BLOCK_G], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32) + new_v.to(tl.float32)[None, :]  # zero where it does not append
@@ -452,10 +479,15 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         mask = in_n[:, None] if BLOCK_D == HEAD_DIM else in_n[:, None] & in_d[None, :]
         bias, taken = 0.0, in_n
         if not RING:
-            weight = tl.load(degree_ptr + first_slot + slot + n, mask=in_n, other=0.0)
+            weight = tl.load(degree_ptr + (first_slot + slot + n) * stored, mask=in_n, other=0.0)
             bias, taken = tl.log2(weight)[None, :], weight > 0.0
         k = tl.load(keys_ptr + (first_slot + slot) * HEAD_DIM + tile, mask=mask, other=0.0)
         v = tl.load(values_ptr + (first_slot + slot) * HEAD_DIM + tile, mask=mask, other=0.0)
+        if INT8:
+            k_steps = tl.load(degree_ptr + (first_slot + slot + n) * stored + 1, mask=in_n, other=0.0)
+            v_steps = tl.load(degree_ptr + (first_slot + slot + n) * stored + 2, mask=in_n, other=0.0)
+            k = (k.to(tl.float32) * k_steps[:, None]).to(q.dtype)
+            v = (v.to(tl.float32) * v_steps[:, None]).to(q.dtype)
         if not RING:
             v = tl.where(taken[:, None], v, 0.0)  # not a mask of the load, which would wait for the load of the degree
         acc, peak, total = _attend_tile(acc, peak, total, q, k, v, bias, taken[None, :], scale, softcap, SOFTCAP)
@@ -591,6 +623,7 @@ class Variant(NamedTuple):
     ring: bool = False
     softcap: bool = False
     sinks: bool = False
+    int8: bool = False  # of the decode kernel alone
 
     @property
     def suffix(self) -> str:
@@ -602,7 +635,8 @@ def builds() -> list[Build]:
 
     Caps and sinks ship in bfloat16, for the head sizes that models have them with; rings in bfloat16, and for heads of
     128 in all dtypes.
-    The decode kernel serves groups of up to 16 query heads. What is beyond that is compiled on first use.
+    Slots of 8 bits ship for bfloat16. The decode kernel serves groups of up to 16 query heads. What is beyond that is
+    compiled on first use.
     """
     return [build for dtype in POINTERS for dim in HEAD_DIMS for build in _builds(dtype, dim)]
 
@@ -612,6 +646,7 @@ def _variants(dtype: torch.dtype, dim: int) -> Iterator[Variant]:
     if dtype == torch.bfloat16 or dim == 128:
         yield Variant(ring=True)
     if dtype == torch.bfloat16:
+        yield Variant(int8=True)
         for ring in (False, True):
             if dim == 64:
                 yield Variant(ring, sinks=True)
@@ -628,15 +663,19 @@ def _builds(dtype: torch.dtype, dim: int) -> Iterator[Build]:
     for variant in _variants(dtype, dim):
         known = _KNOWN if variant.ring else _KNOWN | {"degree_ptr": "*fp32", "queries_ptr": "*fp32"}
         flags = {flag.upper(): asked for flag, asked in variant._asdict().items()}
+        slots = dict.fromkeys(("keys_ptr", "values_ptr"), INT8) if variant.int8 else {}
         for split in (False, True):
             yield Build(
                 f"decode{'-split' if split else ''}{variant.suffix}-{name}",
                 _decode_kernel,
-                signature(_decode_kernel, known | (scratch if split else {}), pointer),
+                signature(_decode_kernel, known | slots | (scratch if split else {}), pointer),
                 head | {"BLOCK_G": decode.m, "BLOCK_N": decode.n, "SPLIT": split, "ROWS": False} | flags,
                 decode.num_warps,
                 decode.num_stages,
             )
+        if variant.int8:  # it is given what the slots hold
+            continue
+        del flags["INT8"]
         yield Build(
             f"extend{variant.suffix}-{name}",
             _extend_kernel,

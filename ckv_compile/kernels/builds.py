@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ckv_compile.slots import LARGEST
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Under the interpreter tl.dot multiplies bfloat16 as if it were uint16, so kernels widen its operands first."""
 
@@ -19,6 +21,12 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 """The head sizes of common models, for which builds ship; other multiples of 8 are compiled at first use."""
+
+INT8 = "*i8"
+"""Slots of 8 bits, as Triton writes them."""
+
+_LARGEST, _TINY = tl.constexpr(float(LARGEST)), tl.constexpr(torch.finfo(torch.float32).tiny)
+_TO_WHOLE = tl.constexpr(1.5 * 2**23)  # beside which a float32 has no fraction
 
 _INTERPRETER_MULTIPROCESSORS = 4  # of tensors on the CPU, where every program costs time
 
@@ -46,6 +54,21 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
             kernel[grid](first, *rest, **options)
 
     return run
+
+
+@triton.jit
+def step_of(largest):  # type: ignore[no-untyped-def]
+    """The steps of vectors that are rounded to 8 bits, by their largest numbers: see `slots.to_int8`."""
+    step = tl.div_rn(largest, tl.zeros_like(largest) + _LARGEST)
+    step = tl.where(step < _TINY, _TINY, step)
+    return ((step.to(tl.int32, bitcast=True) + 0xFF) & -0x100).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def whole_numbers(vectors, step):  # type: ignore[no-untyped-def]
+    """Vectors in their steps, rounded to whole numbers, the even ones of two that are as near: see `slots.to_int8`."""
+    numbers = tl.div_rn(vectors, tl.zeros_like(vectors) + step)
+    return tl.where(numbers == numbers, (numbers + _TO_WHOLE) - _TO_WHOLE, 0.0)
 
 
 class Build(NamedTuple):

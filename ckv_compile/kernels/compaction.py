@@ -19,7 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ckv_compile.errors import ConfigError
-from ckv_compile.kernels.builds import HEAD_DIMS, INTERPRETED, POINTERS, Build, launch, multiprocessors, signature
+from ckv_compile.kernels.builds import (
+    HEAD_DIMS,
+    INT8,
+    INTERPRETED,
+    POINTERS,
+    Build,
+    launch,
+    multiprocessors,
+    signature,
+    step_of,
+    whole_numbers,
+)
 from ckv_compile.reference import (
     ATTENTION_WEIGHT,
     LAST,
@@ -31,6 +42,7 @@ from ckv_compile.reference import (
     attended_slots,
 )
 from ckv_compile.schedule import Schedule
+from ckv_compile.slots import STORED
 
 MAX_CHUNK = 256
 """Largest chunk: its pairwise similarities have to fit in the registers of one program."""
@@ -44,7 +56,7 @@ _NEAR, _VALUE_WEIGHT, _QUERY_WEIGHT, _ATTENTION_WEIGHT, _LEAST_DEVIATION, _LEAST
     tl.constexpr(LEAST_DEVIATION),
     tl.constexpr(LEAST_ATTENTION),
 )
-_LAST, _LOG2_E = tl.constexpr(LAST), tl.constexpr(1.4426950408889634)
+_LAST, _STORED, _LOG2_E = tl.constexpr(LAST), tl.constexpr(STORED), tl.constexpr(1.4426950408889634)
 _NEVER, _ALWAYS = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # below and above the rank of every number
 _END = tl.constexpr(2**30)  # above the key of every member
 _QUERIES = 32  # of a tile of the attend kernel: those of four heads
@@ -73,9 +85,13 @@ def match_blocks(itemsize: int, chunk_size: int) -> Blocks:
 def move_blocks(head_dim: int, itemsize: int, chunk_size: int) -> Blocks:
     """Return the tiles of the move kernel, which holds the same columns of every slot of a chunk in registers.
 
-    They are few, so that three or four programs share a multiprocessor and keep its memory busy.
+    They are few, so that three or four programs share a multiprocessor and keep its memory busy; but all, where slots
+    have 8 bits, whose step is that of the whole vector.
     """
     pairs = _pairs(chunk_size)
+    if itemsize == 1:
+        d = triton.next_power_of_2(head_dim)
+        return Blocks(pairs, d, 16 if pairs * d > 8192 else 8, num_stages=1)
     return Blocks(pairs, 32 if itemsize == 2 or head_dim % 32 == 0 else 16, 8 if pairs == 128 else 4, num_stages=1)
 
 
@@ -85,11 +101,11 @@ def exchange_blocks(head_dim: int) -> Blocks:
     return Blocks(min(128, 2048 // d), d, num_warps=8, num_stages=1)
 
 
-def attend_blocks(itemsize: int) -> Blocks:
+def attend_blocks(itemsize: int, int8: bool) -> Blocks:
     """Return the tiles of the attend kernel, which walks the columns of a head `d` at a time, as *match* does."""
     if itemsize == 4:
         return Blocks(64, 16, num_warps=8, num_stages=2)
-    return Blocks(32, 32, num_warps=4, num_stages=3)
+    return Blocks(32, 64, num_warps=4, num_stages=2) if int8 else Blocks(32, 32, num_warps=4, num_stages=3)
 
 
 def check(dtype: torch.dtype, head_dim: int, schedule: Schedule) -> None:
@@ -132,12 +148,14 @@ def compact(
     few numbers per slot, never a copy of keys or values.
 
     Args:
-        keys: [B, L, Hkv, C, D] contiguous, float32, float16 or bfloat16; D is a multiple of 8, at most 256.
+        keys: [B, L, Hkv, C, D] contiguous, float32, float16, bfloat16 or int8 (see `slots`); D is a multiple of 8, at
+            most 256.
         values: likewise.
-        degree: [B, L, Hkv, C] float32, contiguous.
+        degree: [B, L, Hkv, C] float32, contiguous; with int8 keys and values [B, L, Hkv, C, 3].
         queries: [B, L, Hkv, 2, D] float32, contiguous: the running means of the scaled queries and of their squares,
             read where there are exact slots.
-        last_queries: [B, L, Hkv, LAST, G, D] in the dtype of the keys, contiguous: the last scaled queries, likewise.
+        last_queries: [B, L, Hkv, LAST, G, D] in the dtype of the keys, if that is not int8, contiguous: the last scaled
+            queries, likewise.
         fill: [B] int64, contiguous: used slots.
         position: [B] int64, contiguous: tokens seen.
         active: [B] bool, contiguous; the slots and counters of the other rows stay as they are.
@@ -154,10 +172,19 @@ def compact(
         return
     batch, layers, heads, capacity, dim = keys.shape
     batch = batch if rows is None else len(rows)
-    _check(keys, values, degree, schedule)
+    stored = (STORED,) if keys.dtype == torch.int8 else ()
+    if stored:
+        check(last_queries.dtype, dim, schedule)
+    else:
+        _check(keys, values, degree, schedule)
     size = _RoundSize.of(capacity, capacity - schedule.budget, dim, schedule)
     if not (keys.is_contiguous() and values.is_contiguous() and degree.is_contiguous()):
         raise ValueError("keys, values and degree must be contiguous: the kernels write to them in place")
+    if degree.shape != (*keys.shape[:4], *stored) or values.dtype != keys.dtype:
+        raise ValueError(
+            f"for {keys.dtype} keys, degree must be of {(*keys.shape[:4], *stored)} and values of their dtype, got "
+            f"{tuple(degree.shape)} and {values.dtype}"
+        )
     if (fill.dtype, position.dtype, active.dtype) != (torch.int64, torch.int64, torch.bool):
         raise ValueError(f"fill, position must be int64, active bool: {fill.dtype}, {position.dtype}, {active.dtype}")
     heads_of_row, scratch = layers * heads, size.scratch(batch * layers * heads, keys.device)
@@ -166,7 +193,7 @@ def compact(
     if schedule.n_exact:
         exchange(keys, values, degree, queries, last_queries, fill, active, schedule, rows)
     _match(keys, scratch, (fill, active, due), batch, heads_of_row, size, rows)
-    _select(scratch, (degree, old_degree, fill, position, active, due), batch, heads_of_row, size, rows)
+    _select(scratch, (degree, old_degree, fill, position, active, due), batch, heads_of_row, size, rows, bool(stored))
     _move((keys, values, old_degree), (keys, values, degree), scratch, due, batch, heads_of_row, size, rows)
 
 
@@ -200,9 +227,11 @@ def exchange(
             f"got {queries.dtype} of {tuple(queries.shape)}"
         )
     group, expected = last_queries.shape[-2], (batch, layers, heads, LAST, last_queries.shape[-2], dim)
-    if last_queries.shape != expected or last_queries.dtype != keys.dtype or not last_queries.is_contiguous():
+    int8 = keys.dtype == torch.int8
+    dtype = last_queries.dtype if int8 else keys.dtype
+    if last_queries.shape != expected or last_queries.dtype != dtype or not last_queries.is_contiguous():
         raise ValueError(
-            f"last_queries must be contiguous {keys.dtype} of {(batch, layers, heads, LAST, 'G', dim)}, "
+            f"last_queries must be contiguous {dtype} of {(batch, layers, heads, LAST, 'G', dim)}, "
             f"got {last_queries.dtype} of {tuple(last_queries.shape)}"
         )
     batch = batch if rows is None else len(rows)
@@ -211,18 +240,18 @@ def exchange(
     lse = torch.empty(batch * heads_of_row, LAST * group, dtype=torch.float32, device=keys.device)
     rank, plan = torch.empty(2, batch * heads_of_row, middle, dtype=torch.int32, device=keys.device)
     states = fill if rows is None else rows  # either would do where it is not read
-    blocks = attend_blocks(keys.element_size())
+    blocks = attend_blocks(last_queries.element_size(), int8)
     launch(_attend_kernel, _grid(heads_of_row, True, keys.device))(
         keys, degree, last_queries, lse, scores, fill, active, states,
         batch, heads_of_row, slots, schedule.n_sink, middle, LAST * group,
-        HEAD_DIM=dim, BLOCK_Q=_QUERIES, BLOCK_N=blocks.pairs, BLOCK_D=blocks.d, ROWS=rows is not None,
+        HEAD_DIM=dim, BLOCK_Q=_QUERIES, BLOCK_N=blocks.pairs, BLOCK_D=blocks.d, ROWS=rows is not None, INT8=int8,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
     blocks = exchange_blocks(dim)
     launch(_exchange_kernel, _grid(heads_of_row, True, keys.device))(
         keys, values, degree, queries, scores, rank, plan, fill, active, states,
         batch, heads_of_row, slots, schedule.n_sink, schedule.n_exact, attended_slots(schedule.n_exact), middle,
-        HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_N=blocks.pairs, BLOCK=_SCORES, ROWS=rows is not None,
+        HEAD_DIM=dim, BLOCK_D=blocks.d, BLOCK_N=blocks.pairs, BLOCK=_SCORES, ROWS=rows is not None, INT8=int8,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
 
@@ -340,7 +369,7 @@ def _match(
     size: _RoundSize,
     states: Tensor | None = None,  # in place: see `compact`
 ) -> None:
-    blocks, in_place = match_blocks(keys.element_size(), size.chunk_size), guard is not None
+    blocks, in_place = match_blocks(max(2, keys.element_size()), size.chunk_size), guard is not None
     launch(_match_kernel, _grid(rows * size.chunks, in_place, keys.device))(
         keys, scratch.rank, scratch.partner, *(guard or (scratch.rank,) * 3), _or(states, scratch),
         batch, rows, size.slots, size.n_front, size.middle, size.chunk_size,
@@ -356,12 +385,13 @@ def _select(
     rows: int,
     size: _RoundSize,
     states: Tensor | None = None,
+    int8: bool = False,
 ) -> None:
     in_place = guard is not None
     launch(_select_kernel, _grid(rows, in_place, scratch.rank.device))(
         scratch.rank, scratch.plan, *(guard or (scratch.rank,) * 6), _or(states, scratch),
         batch, rows, size.slots, size.middle, size.merges,
-        BLOCK=_SELECT.pairs, IN_PLACE=in_place, ROWS=states is not None,
+        BLOCK=_SELECT.pairs, IN_PLACE=in_place, ROWS=states is not None, INT8=int8,
         num_warps=_SELECT.num_warps, num_stages=_SELECT.num_stages,
     )  # fmt: skip
 
@@ -382,6 +412,7 @@ def _move(
         *old, *new, scratch.partner, scratch.plan, scratch.plan if due is None else due, _or(states, scratch),
         batch, rows, size.slots, size.n_front, size.middle, size.chunk_size, size.merges,
         HEAD_DIM=size.dim, BLOCK=blocks.pairs, BLOCK_D=blocks.d, IN_PLACE=in_place, ROWS=states is not None,
+        INT8=old[0].dtype == torch.int8,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
 
@@ -421,6 +452,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     keys_ptr, degree_ptr, queries_ptr, lse_ptr, scores_ptr, fill_ptr, active_ptr, rows_ptr,
     batch, rows, slots, n_sink, middle, last,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """Score the `middle` slots behind the sinks of the rows that are due by how much the `last` last queries attend to
     them (see `reference.attended_row`), a row a program: the fourth score of a slot.
@@ -434,14 +466,15 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         if _is_due(fill_ptr, active_ptr, state, slots):
             for item in range(tl.program_id(0), rows, tl.num_programs(0)):
                 row, of_batch = (state * rows + item).to(tl.int64), (b * rows + item).to(tl.int64)
-                keys_row, degree_row = keys_ptr + row * slots * HEAD_DIM, degree_ptr + row * slots
+                stored: tl.constexpr = _STORED if INT8 else 1
+                keys_row, degree_row = keys_ptr + row * slots * HEAD_DIM, degree_ptr + row * slots * stored
                 queries_row, lse_row = queries_ptr + row * last * HEAD_DIM, lse_ptr + of_batch * last
                 for query in range(0, last, BLOCK_Q):
                     peak, total = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
                     for start in range(0, slots, BLOCK_N):
                         scores = _query_scores(
                             keys_row, degree_row, queries_row, query + i, last, start + j, slots,
-                            HEAD_DIM, BLOCK_Q, BLOCK_N, BLOCK_D,
+                            HEAD_DIM, BLOCK_Q, BLOCK_N, BLOCK_D, INT8,
                         )  # fmt: skip
                         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
                         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), axis=1)
@@ -453,7 +486,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
                     for query in range(0, last, BLOCK_Q):
                         scores = _query_scores(
                             keys_row, degree_row, queries_row, query + i, last, n_sink + start + j, slots,
-                            HEAD_DIM, BLOCK_Q, BLOCK_N, BLOCK_D,
+                            HEAD_DIM, BLOCK_Q, BLOCK_N, BLOCK_D, INT8,
                         )  # fmt: skip
                         # What is no query gives no weight.
                         lse = tl.load(lse_row + query + i, mask=query + i < last, other=float("inf"))
@@ -465,7 +498,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _query_scores(  # type: ignore[no-untyped-def]
     keys_ptr, degree_ptr, queries_ptr, query, last, slot, slots,
-    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Scores in base 2 of some queries, which are scaled already, and some slots; -inf for what is no slot."""
     d = tl.arange(0, BLOCK_D)
@@ -476,10 +509,15 @@ def _query_scores(  # type: ignore[no-untyped-def]
             in_q, in_n = in_q & (start + d < HEAD_DIM)[None, :], in_n & (start + d < HEAD_DIM)[None, :]
         q = tl.load(queries_ptr + query[:, None] * HEAD_DIM + (start + d)[None, :], mask=in_q, other=0.0)
         k = tl.load(keys_ptr + slot[:, None] * HEAD_DIM + (start + d)[None, :], mask=in_n, other=0.0)
+        if INT8:
+            k = k.to(q.dtype)  # whole numbers that are exact in every dtype
         if INTERPRETED:
             q, k = q.to(tl.float32), k.to(tl.float32)
         product = tl.dot(q, tl.trans(k), product, input_precision="ieee")
-    degree = tl.load(degree_ptr + slot, mask=slot < slots, other=0.0)
+    stored: tl.constexpr = _STORED if INT8 else 1
+    if INT8:
+        product = product * tl.load(degree_ptr + slot * stored + 1, mask=slot < slots, other=0.0)[None, :]
+    degree = tl.load(degree_ptr + slot * stored, mask=slot < slots, other=0.0)
     return product * _LOG2_E + tl.log2(degree)[None, :]
 
 
@@ -493,6 +531,7 @@ def _exchange_kernel(  # type: ignore[no-untyped-def]
     keys_ptr, values_ptr, degree_ptr, queries_ptr, scores_ptr, rank_ptr, plan_ptr, fill_ptr, active_ptr, rows_ptr,
     batch, rows, slots, n_sink, n_exact, n_attended, middle,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """Choose the exact slots of the rows that are due anew, a row a program.
 
@@ -504,13 +543,15 @@ def _exchange_kernel(  # type: ignore[no-untyped-def]
         if _is_due(fill_ptr, active_ptr, state, slots):
             for item in range(tl.program_id(0), rows, tl.num_programs(0)):
                 row, of_batch = (state * rows + item).to(tl.int64), (b * rows + item).to(tl.int64)
+                stored: tl.constexpr = _STORED if INT8 else 1
                 first = row * slots + n_sink
+                degree_row = degree_ptr + first * stored
                 keys_row, values_row = keys_ptr + first * HEAD_DIM, values_ptr + first * HEAD_DIM
                 rank_row, plan_row = rank_ptr + of_batch * middle, plan_ptr + of_batch * middle
                 scores_row = scores_ptr + of_batch * 4 * middle
                 _rank_worth(
-                    keys_row, values_row, degree_ptr + first, queries_ptr + row * 2 * HEAD_DIM,
-                    scores_row, rank_row, middle, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK,
+                    keys_row, values_row, degree_row, queries_ptr + row * 2 * HEAD_DIM,
+                    scores_row, rank_row, middle, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK, INT8,
                 )  # fmt: skip
                 tl.debug_barrier()
                 _select_row(rank_row, plan_row, middle, n_attended, BLOCK)
@@ -522,19 +563,20 @@ def _exchange_kernel(  # type: ignore[no-untyped-def]
                 pairs = _pair_off(plan_row, rank_row, middle, n_exact, BLOCK)  # the ranks have served
                 tl.debug_barrier()
                 _swap(
-                    keys_row, values_row, degree_ptr + first, rank_row, pairs, n_exact, HEAD_DIM, BLOCK_D, BLOCK_N
+                    keys_row, values_row, degree_row, rank_row, pairs, n_exact, HEAD_DIM, BLOCK_D, BLOCK_N, INT8
                 )  # fmt: skip
 
 
 @triton.jit
 def _rank_worth(  # type: ignore[no-untyped-def]
     keys_ptr, values_ptr, degree_ptr, queries_ptr, scores_ptr, rank_ptr, n,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Rank n slots by what they are worth (see `reference.worth_row`) and how much queries attend to them.
 
     `scores` has four numbers a slot: the last is what *attend* found, and the third becomes what the slot is worth.
     """
+    stored: tl.constexpr = _STORED if INT8 else 1
     i, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_d = d < HEAD_DIM
     mean = tl.load(queries_ptr + d, mask=in_d, other=0.0)
@@ -542,9 +584,9 @@ def _rank_worth(  # type: ignore[no-untyped-def]
     sum_k, sum_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for start in range(0, n, BLOCK_N):
         in_n = start + i < n
-        k, size_k = _load_slots(keys_ptr, start + i, in_n, HEAD_DIM, BLOCK_D)
-        v, size_v = _load_slots(values_ptr, start + i, in_n, HEAD_DIM, BLOCK_D)
-        degree = tl.load(degree_ptr + start + i, mask=in_n, other=0.0)[:, None]
+        k, size_k = _load_slots(keys_ptr, degree_ptr, 1, start + i, in_n, HEAD_DIM, BLOCK_D, INT8)
+        v, size_v = _load_slots(values_ptr, degree_ptr, 2, start + i, in_n, HEAD_DIM, BLOCK_D, INT8)
+        degree = tl.load(degree_ptr + (start + i) * stored, mask=in_n, other=0.0)[:, None]
         expected = tl.sum(k * mean[None, :] + k * k * half_variance[None, :], axis=1) + tl.log(size_v)
         tl.store(scores_ptr + 2 * n + start + i, expected, mask=in_n)
         sum_k += k * (1.0 / size_k)[:, None] * degree
@@ -552,8 +594,8 @@ def _rank_worth(  # type: ignore[no-untyped-def]
     direction_k, direction_v = _direction(sum_k), _direction(sum_v)
     for start in range(0, n, BLOCK_N):
         in_n = start + i < n
-        k, size_k = _load_slots(keys_ptr, start + i, in_n, HEAD_DIM, BLOCK_D)
-        v, size_v = _load_slots(values_ptr, start + i, in_n, HEAD_DIM, BLOCK_D)
+        k, size_k = _load_slots(keys_ptr, degree_ptr, 1, start + i, in_n, HEAD_DIM, BLOCK_D, INT8)
+        v, size_v = _load_slots(values_ptr, degree_ptr, 2, start + i, in_n, HEAD_DIM, BLOCK_D, INT8)
         tl.store(scores_ptr + start + i, -tl.sum(k * direction_k[None, :], axis=1) / size_k, mask=in_n)
         tl.store(scores_ptr + n + start + i, -tl.sum(v * direction_v[None, :], axis=1) / size_v, mask=in_n)
 
@@ -591,13 +633,18 @@ def _rank_others(worth_ptr, plan_ptr, rank_ptr, n, BLOCK: tl.constexpr):  # type
 
 
 @triton.jit
-def _load_slots(vectors_ptr, slot, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The vectors of some slots in float32, and their norms."""
+def _load_slots(  # type: ignore[no-untyped-def]
+    vectors_ptr, degree_ptr, place, slot, mask,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """The vectors of some slots in float32, and their norms; steps stand at a place beside the degree."""
     d = tl.arange(0, BLOCK_D)
-    mask = mask[:, None]
+    in_d = mask[:, None]
     if HEAD_DIM != BLOCK_D:
-        mask = mask & (d < HEAD_DIM)[None, :]
-    wide = tl.load(vectors_ptr + slot[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        in_d = in_d & (d < HEAD_DIM)[None, :]
+    wide = tl.load(vectors_ptr + slot[:, None] * HEAD_DIM + d[None, :], mask=in_d, other=0.0).to(tl.float32)
+    if INT8:
+        wide = wide * tl.load(degree_ptr + slot * _STORED + place, mask=mask, other=0.0)[:, None]
     return wide, tl.maximum(tl.sqrt(tl.sum(wide * wide, axis=1)), _TINY)
 
 
@@ -641,9 +688,10 @@ def _pair_off(plan_ptr, pairs_ptr, n, n_exact, BLOCK: tl.constexpr):  # type: ig
 @triton.jit
 def _swap(  # type: ignore[no-untyped-def]
     keys_ptr, values_ptr, degree_ptr, pairs_ptr, pairs, n_exact,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Let the two slots of every pair change places."""
+    stored: tl.constexpr = _STORED if INT8 else 1
     d = tl.arange(0, BLOCK_D)
     for start in range(0, pairs, BLOCK_N):
         pair = start + tl.arange(0, BLOCK_N)
@@ -656,14 +704,22 @@ def _swap(  # type: ignore[no-untyped-def]
         at_a, at_b = a[:, None] * HEAD_DIM + d[None, :], b[:, None] * HEAD_DIM + d[None, :]
         key_a, key_b = tl.load(keys_ptr + at_a, mask=mask), tl.load(keys_ptr + at_b, mask=mask)
         value_a, value_b = tl.load(values_ptr + at_a, mask=mask), tl.load(values_ptr + at_b, mask=mask)
-        degree_a, degree_b = tl.load(degree_ptr + a, mask=in_n), tl.load(degree_ptr + b, mask=in_n)
+        degree_a, degree_b = tl.load(degree_ptr + a * stored, mask=in_n), tl.load(degree_ptr + b * stored, mask=in_n)
+        if INT8:
+            k_step_a, k_step_b = tl.load(degree_ptr + a * 3 + 1, mask=in_n), tl.load(degree_ptr + b * 3 + 1, mask=in_n)
+            v_step_a, v_step_b = tl.load(degree_ptr + a * 3 + 2, mask=in_n), tl.load(degree_ptr + b * 3 + 2, mask=in_n)
         tl.debug_barrier()  # a slot is loaded before another warp stores to it
         tl.store(keys_ptr + at_a, key_b, mask=mask)
         tl.store(keys_ptr + at_b, key_a, mask=mask)
         tl.store(values_ptr + at_a, value_b, mask=mask)
         tl.store(values_ptr + at_b, value_a, mask=mask)
-        tl.store(degree_ptr + a, degree_b, mask=in_n)
-        tl.store(degree_ptr + b, degree_a, mask=in_n)
+        tl.store(degree_ptr + a * stored, degree_b, mask=in_n)
+        tl.store(degree_ptr + b * stored, degree_a, mask=in_n)
+        if INT8:
+            tl.store(degree_ptr + a * stored + 1, k_step_b, mask=in_n)
+            tl.store(degree_ptr + b * stored + 1, k_step_a, mask=in_n)
+            tl.store(degree_ptr + a * stored + 2, v_step_b, mask=in_n)
+            tl.store(degree_ptr + b * stored + 2, v_step_a, mask=in_n)
 
 
 @triton.jit(
@@ -710,6 +766,8 @@ def _match_chunk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Match the slots of a chunk. The product of two bfloat16 or float16 numbers is exact, and the sum is float32.
 
+    Cosines do not depend on the steps of keys of 8 bits, whose whole numbers are exact in bfloat16.
+
     The keys are those of `row` of the state, and what is found is that of row `of_batch`.
     """
     row = row.to(tl.int64)
@@ -731,6 +789,8 @@ def _match_chunk(  # type: ignore[no-untyped-def]
         wide_a, wide_b = tile_a.to(tl.float32), tile_b.to(tl.float32)
         square_a += tl.sum(wide_a * wide_a, axis=1)
         square_b += tl.sum(wide_b * wide_b, axis=1)
+        if keys_ptr.dtype.element_ty == tl.int8:
+            tile_a, tile_b = wide_a.to(tl.bfloat16), wide_b.to(tl.bfloat16)
         if INTERPRETED:
             tile_a, tile_b = wide_a, wide_b
         product = tl.dot(tile_a, tl.trans(tile_b), product, input_precision="ieee")
@@ -753,7 +813,7 @@ def _match_chunk(  # type: ignore[no-untyped-def]
 def _select_kernel(  # type: ignore[no-untyped-def]
     rank_ptr, plan_ptr, degree_ptr, old_degree_ptr, fill_ptr, position_ptr, active_ptr, due_ptr, rows_ptr,
     batch, rows, slots, middle, merges,
-    BLOCK: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Choose the m most similar pairs of a row, a row a program; in place, advance the counters of the batch rows.
 
@@ -772,10 +832,12 @@ def _select_kernel(  # type: ignore[no-untyped-def]
                 for item in range(first, rows, tl.num_programs(0)):
                     row, of_batch = (state * rows + item).to(tl.int64), (b * rows + item).to(tl.int64)
                     _select_row(rank_ptr + of_batch * n_a, plan_ptr + of_batch * n_a, n_a, merges, BLOCK)
-                    for start in range(0, slots, BLOCK):
-                        slot = start + tl.arange(0, BLOCK)
-                        old = tl.load(degree_ptr + row * slots + slot, mask=slot < slots, other=0.0)
-                        tl.store(old_degree_ptr + of_batch * slots + slot, old, mask=slot < slots)
+                    stored: tl.constexpr = _STORED if INT8 else 1
+                    numbers = slots * stored
+                    for start in range(0, numbers, BLOCK):
+                        number = start + tl.arange(0, BLOCK)
+                        old = tl.load(degree_ptr + row * numbers + number, mask=number < numbers, other=0.0)
+                        tl.store(old_degree_ptr + of_batch * numbers + number, old, mask=number < numbers)
     else:
         row = first.to(tl.int64)
         _select_row(rank_ptr + row * n_a, plan_ptr + row * n_a, n_a, merges, BLOCK)
@@ -825,6 +887,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr, partner_ptr, plan_ptr, due_ptr,
     rows_ptr, batch, rows, slots, n_front, middle, chunk_size, merges,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """Move the slots that stay to their new places, a slice of the columns of keys or of values a program.
 
@@ -847,18 +910,19 @@ def _move_kernel(  # type: ignore[no-untyped-def]
                         _move_tile(
                             old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr,
                             partner_ptr, plan_ptr, row, of_batch, tile, part, slots, slots, n_front, middle,
-                            chunk_size, merges, HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
+                            chunk_size, merges, HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE, INT8,
                         )  # fmt: skip
                     if part == 0:
-                        for start in range(slots - merges, slots, BLOCK):
-                            slot = start + tl.arange(0, BLOCK)
-                            tl.store(degree_ptr + row * slots + slot, 0.0, mask=slot < slots)
+                        stored: tl.constexpr = _STORED if INT8 else 1
+                        for start in range((slots - merges) * stored, slots * stored, BLOCK):
+                            number = start + tl.arange(0, BLOCK)
+                            tl.store(degree_ptr + row * slots * stored + number, 0.0, mask=number < slots * stored)
     else:
         row, tile, part = (first // slices // tiles).to(tl.int64), first // slices % tiles, first % slices
         _move_tile(
             old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr,
             partner_ptr, plan_ptr, row, row, tile, part, slots, slots - merges, n_front, middle, chunk_size, merges,
-            HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE,
+            HEAD_DIM, BLOCK, BLOCK_D, IN_PLACE, INT8,
         )  # fmt: skip
 
 
@@ -866,9 +930,13 @@ def _move_kernel(  # type: ignore[no-untyped-def]
 def _move_tile(  # type: ignore[no-untyped-def]
     old_keys_ptr, old_values_ptr, old_degree_ptr, keys_ptr, values_ptr, degree_ptr, partner_ptr, plan_ptr,
     row, of_batch, tile, part, slots, new_slots, n_front, middle, chunk_size, merges,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Move one slice of the slots of a tile: of `row`, with the plan and the old degrees of row `of_batch`."""
+    """Move one slice of the slots of a tile: of `row`, with the plan and the old degrees of row `of_batch`.
+
+    Slots of 8 bits are one slice of keys and one of values, in place; either stores the steps of its own.
+    """
+    stored: tl.constexpr = _STORED if INT8 else 1
     chunk = tile - tl.cdiv(n_front, chunk_size)
     after = chunk - tl.cdiv(middle, chunk_size)  # the last chunk; the tiles behind hold recent slots
     start, end = n_front + chunk * chunk_size, n_front + middle
@@ -881,8 +949,8 @@ def _move_tile(  # type: ignore[no-untyped-def]
     first_a = of_batch * ((middle + 1) // 2) + chunk * (chunk_size // 2)
     old_ptr = tl.where(part % 2 == 0, old_keys_ptr, old_values_ptr) + row * slots * HEAD_DIM
     new_ptr = tl.where(part % 2 == 0, keys_ptr, values_ptr) + row * new_slots * HEAD_DIM
-    old_degree_ptr += of_batch * slots
-    degree_ptr += row * new_slots
+    old_degree_ptr += of_batch * slots * stored
+    degree_ptr += row * new_slots * stored
     i, d = tl.arange(0, BLOCK), part // 2 * BLOCK_D + tl.arange(0, BLOCK_D)
     a, b = start + 2 * i, start + 2 * i + 1
     in_a, in_b = a < stop, b < stop
@@ -895,8 +963,8 @@ def _move_tile(  # type: ignore[no-untyped-def]
         mask_a, mask_b = mask_a & (d < HEAD_DIM)[None, :], mask_b & (d < HEAD_DIM)[None, :]
     tile_a = tl.load(old_ptr + a[:, None] * HEAD_DIM + d[None, :], mask=mask_a, other=0.0)
     tile_b = tl.load(old_ptr + b[:, None] * HEAD_DIM + d[None, :], mask=mask_b, other=0.0)
-    degree_a = tl.load(old_degree_ptr + a, mask=in_a, other=0.0)
-    degree_b = tl.load(old_degree_ptr + b, mask=in_b, other=1.0)
+    degree_a = tl.load(old_degree_ptr + a * stored, mask=in_a, other=0.0)
+    degree_b = tl.load(old_degree_ptr + b * stored, mask=in_b, other=1.0)
 
     dtype = new_ptr.dtype.element_ty
     keep = in_a & (gone == 0)
@@ -906,7 +974,12 @@ def _move_tile(  # type: ignore[no-untyped-def]
 
     # Every slot of B takes up the next of its members, in slot order, until nobody has one left: few turns, each a
     # gather that hits the cache. A product with a one-hot matrix would do the work of BLOCK turns, in float32.
-    total, acc = degree_b, tile_b.to(tl.float32) * degree_b[:, None]
+    wide_b = tile_b.to(tl.float32)
+    if INT8:
+        step_a = tl.load(old_degree_ptr + a * stored + 1 + part, mask=in_a, other=0.0)
+        step_b = tl.load(old_degree_ptr + b * stored + 1 + part, mask=in_b, other=0.0)
+        wide_b = wide_b * step_b[:, None]
+    total, acc = degree_b, wide_b * degree_b[:, None]
     last, members = i * BLOCK - 1, tl.zeros([BLOCK], tl.int32)  # key of the last member taken up, and their number
     left = tl.sum(gone)
     while left > 0:
@@ -914,16 +987,22 @@ def _move_tile(  # type: ignore[no-untyped-def]
         found = last < (i + 1) * BLOCK
         last = tl.where(found, last, _END)
         slot = start + 2 * (last % BLOCK)
-        weight = tl.load(old_degree_ptr + slot, mask=found, other=0.0)
+        weight = tl.load(old_degree_ptr + slot * stored, mask=found, other=0.0)
         mask = found[:, None]
         if HEAD_DIM % BLOCK_D:
             mask = mask & (d < HEAD_DIM)[None, :]
         taken = tl.load(old_ptr + slot[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-        acc += taken.to(tl.float32) * weight[:, None]
+        taken = taken.to(tl.float32)
+        if INT8:
+            taken = taken * tl.load(old_degree_ptr + slot * stored + 1 + part, mask=found, other=0.0)[:, None]
+        acc += taken * weight[:, None]
         total += weight
         members += found.to(tl.int32)
         left -= tl.sum(found.to(tl.int32))
     merged = tl.div_rn(acc, tl.broadcast_to(total[:, None], [BLOCK, BLOCK_D]))
+    if INT8:
+        new_step = step_of(tl.max(tl.abs(merged), axis=1))
+        merged = whole_numbers(merged, new_step[:, None])
 
     # n K / n need not be K: a slot that took part in no merge is stored as it was loaded.
     tile_b = tl.where((members > 0)[:, None], merged.to(dtype), tile_b.to(dtype))
@@ -933,9 +1012,12 @@ def _move_tile(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         tl.store(new_ptr + to_a[:, None] * HEAD_DIM + d[None, :], tile_a.to(dtype), mask=mask_a & keep[:, None])
     tl.store(new_ptr + to_b[:, None] * HEAD_DIM + d[None, :], tile_b, mask=mask_b)
+    if INT8:
+        tl.store(degree_ptr + to_a * stored + 1 + part, step_a, mask=keep)
+        tl.store(degree_ptr + to_b * stored + 1 + part, tl.where(members > 0, new_step, step_b), mask=in_b)
     if part == 0:
-        tl.store(degree_ptr + to_a, degree_a, mask=keep)
-        tl.store(degree_ptr + to_b, total, mask=in_b)
+        tl.store(degree_ptr + to_a * stored, degree_a, mask=keep)
+        tl.store(degree_ptr + to_b * stored, total, mask=in_b)
 
 
 _SELECT = Blocks(1024, 1, num_warps=8, num_stages=1)
@@ -947,13 +1029,14 @@ def builds() -> list[Build]:
     A kernel is built in place for decode and out of place for prefill, which reads one dtype and writes another.
     """
     return [
-        *(_select_build(in_place) for in_place in (False, True)),
+        *(_select_build(*choice) for choice in ((False, False), (True, False), (True, True))),
         *(
             make(dtype, dim)
             for make in (_attend_build, _exchange_build)
             for dtype in (torch.bfloat16, torch.float32)
             for dim in (64, 128)
         ),
+        *(build for dim in (64, 128) for build in _int8_builds(dim)),
         *(build for dtype in POINTERS for dim in HEAD_DIMS for build in _builds(dtype, dim, 128)),
         *(build for chunk_size in (64, 256) for build in _builds(torch.bfloat16, 128, chunk_size)),
     ]
@@ -968,15 +1051,24 @@ def _builds(dtype: torch.dtype, dim: int, chunk_size: int) -> Iterator[Build]:
         yield _move_build(old, new, dim, chunk_size, in_place=False)
 
 
-def _attend_build(dtype: torch.dtype, dim: int) -> Build:
-    blocks = attend_blocks(dtype.itemsize)
+def _int8_builds(dim: int) -> Iterator[Build]:
+    """Those of a compaction in decode with slots of 8 bits, of a model in bfloat16."""
+    yield _attend_build(torch.bfloat16, dim, int8=True)
+    yield _exchange_build(torch.int8, dim)
+    yield _match_build(torch.int8, dim, 128, in_place=True)
+    yield _move_build(torch.int8, torch.int8, dim, 128, in_place=True)
+
+
+def _attend_build(dtype: torch.dtype, dim: int, int8: bool = False) -> Build:
+    blocks = attend_blocks(dtype.itemsize, int8)
     pointers = dict.fromkeys(("keys_ptr", "queries_ptr"), POINTERS[dtype]) | {"fill_ptr": "*i64", "active_ptr": "*i1"}
-    pointers |= {"rows_ptr": "*i64"}
+    pointers |= {"rows_ptr": "*i64"} | ({"keys_ptr": INT8} if int8 else {})
     return Build(
-        f"attend-{POINTERS[dtype][1:]}-D{dim}",
+        f"attend{'-int8' * int8}-{POINTERS[dtype][1:]}-D{dim}",
         _attend_kernel,
         signature(_attend_kernel, pointers, "*fp32"),
-        {"HEAD_DIM": dim, "BLOCK_Q": _QUERIES, "BLOCK_N": blocks.pairs, "BLOCK_D": blocks.d, "ROWS": False},
+        {"HEAD_DIM": dim, "BLOCK_Q": _QUERIES, "BLOCK_N": blocks.pairs, "BLOCK_D": blocks.d, "ROWS": False}
+        | {"INT8": int8},
         blocks.num_warps,
         blocks.num_stages,
     )
@@ -984,23 +1076,28 @@ def _attend_build(dtype: torch.dtype, dim: int) -> Build:
 
 def _exchange_build(dtype: torch.dtype, dim: int) -> Build:
     blocks = exchange_blocks(dim)
-    pointers = dict.fromkeys(("keys_ptr", "values_ptr"), POINTERS[dtype]) | {"fill_ptr": "*i64", "active_ptr": "*i1"}
+    pointers = dict.fromkeys(("keys_ptr", "values_ptr"), _pointer(dtype)) | {"fill_ptr": "*i64", "active_ptr": "*i1"}
     pointers |= dict.fromkeys(("degree_ptr", "queries_ptr", "scores_ptr"), "*fp32") | {"rows_ptr": "*i64"}
     return Build(
-        f"exchange-{POINTERS[dtype][1:]}-D{dim}",
+        f"exchange-{_pointer(dtype)[1:]}-D{dim}",
         _exchange_kernel,
         signature(_exchange_kernel, pointers, "*i32"),
-        {"HEAD_DIM": dim, "BLOCK_D": blocks.d, "BLOCK_N": blocks.pairs, "BLOCK": _SCORES, "ROWS": False},
+        {"HEAD_DIM": dim, "BLOCK_D": blocks.d, "BLOCK_N": blocks.pairs, "BLOCK": _SCORES, "ROWS": False}
+        | {"INT8": dtype == torch.int8},
         blocks.num_warps,
         blocks.num_stages,
     )
 
 
+def _pointer(dtype: torch.dtype) -> str:
+    return INT8 if dtype == torch.int8 else POINTERS[dtype]
+
+
 def _match_build(dtype: torch.dtype, dim: int, chunk_size: int, in_place: bool) -> Build:
-    blocks = match_blocks(dtype.itemsize, chunk_size)
-    pointers = {"keys_ptr": POINTERS[dtype]} | ({"fill_ptr": "*i64", "active_ptr": "*i1"} if in_place else {})
+    blocks = match_blocks(max(2, dtype.itemsize), chunk_size)
+    pointers = {"keys_ptr": _pointer(dtype)} | ({"fill_ptr": "*i64", "active_ptr": "*i1"} if in_place else {})
     return Build(
-        f"match{'-in-place' if in_place else ''}-{POINTERS[dtype][1:]}-D{dim}-c{chunk_size}",
+        f"match{'-in-place' if in_place else ''}-{_pointer(dtype)[1:]}-D{dim}-c{chunk_size}",
         _match_kernel,
         signature(_match_kernel, pointers, "*i32"),
         {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place, "ROWS": False},
@@ -1009,13 +1106,13 @@ def _match_build(dtype: torch.dtype, dim: int, chunk_size: int, in_place: bool) 
     )
 
 
-def _select_build(in_place: bool) -> Build:
+def _select_build(in_place: bool, int8: bool) -> Build:
     guard = {"degree_ptr": "*fp32", "old_degree_ptr": "*fp32", "fill_ptr": "*i64", "position_ptr": "*i64"}
     return Build(
-        f"select{'-in-place' if in_place else ''}",
+        f"select{'-in-place' if in_place else ''}{'-int8' if int8 else ''}",
         _select_kernel,
         signature(_select_kernel, guard | {"active_ptr": "*i1"} if in_place else {}, "*i32"),
-        {"BLOCK": _SELECT.pairs, "IN_PLACE": in_place, "ROWS": False},
+        {"BLOCK": _SELECT.pairs, "IN_PLACE": in_place, "ROWS": False, "INT8": int8},
         _SELECT.num_warps,
         _SELECT.num_stages,
     )
@@ -1023,14 +1120,15 @@ def _select_build(in_place: bool) -> Build:
 
 def _move_build(old: torch.dtype, new: torch.dtype, dim: int, chunk_size: int, in_place: bool) -> Build:
     blocks = move_blocks(dim, old.itemsize, chunk_size)
-    pointers = {f"old_{name}_ptr": POINTERS[old] for name in ("keys", "values")}
-    pointers |= {f"{name}_ptr": POINTERS[new] for name in ("keys", "values")}
+    pointers = {f"old_{name}_ptr": _pointer(old) for name in ("keys", "values")}
+    pointers |= {f"{name}_ptr": _pointer(new) for name in ("keys", "values")}
     pointers |= {"old_degree_ptr": "*fp32", "degree_ptr": "*fp32"}
     return Build(
-        f"move{'-in-place' if in_place else ''}-{POINTERS[old][1:]}-{POINTERS[new][1:]}-D{dim}-c{chunk_size}",
+        f"move{'-in-place' if in_place else ''}-{_pointer(old)[1:]}-{_pointer(new)[1:]}-D{dim}-c{chunk_size}",
         _move_kernel,
         signature(_move_kernel, pointers, "*i32"),
-        {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place, "ROWS": False},
+        {"HEAD_DIM": dim, "BLOCK": blocks.pairs, "BLOCK_D": blocks.d, "IN_PLACE": in_place, "ROWS": False}
+        | {"INT8": old == torch.int8},
         blocks.num_warps,
         blocks.num_stages,
     )

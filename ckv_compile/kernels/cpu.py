@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ckv_compile.reference import LAST, RECENT
+from ckv_compile.slots import LARGEST, STORED
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ _SYMBOLS = {
     torch.bfloat16: "ckv_decode_bfloat16",
     torch.float16: "ckv_decode_float16",
 }
-_ARGTYPES = [ctypes.c_void_p] * 14 + [ctypes.c_int64] * 9 + [ctypes.c_float] * 3 + [ctypes.c_int]
+_INT8 = "_int8"  # behind the name of a function whose slots have 8 bits
+_ARGTYPES = [ctypes.c_void_p] * 14 + [ctypes.c_int64] * 9 + [ctypes.c_float] * 4 + [ctypes.c_int]
 
 # After Inductor's flags, of which some releases turn contraction off and others turn unsafe math on.
 _FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
@@ -44,7 +46,7 @@ def is_available(dtype: torch.dtype) -> bool:
     """
     if dtype not in _SYMBOLS or os.environ.get("CKV_CPU_KERNEL") == "0":
         return False
-    return dtype in _kernels()
+    return (dtype, False) in _kernels()
 
 
 def decode_attention(
@@ -77,9 +79,11 @@ def decode_attention(
         q: queries [B, H, 1, D]; D is a multiple of 8.
         k: new keys [B, Hkv, 1, D]; query head h uses KV head h // (H // Hkv).
         v: new values [B, Hkv, 1, D].
-        keys: cached keys [B, L, Hkv, C, D], contiguous; slot `fill` is written (of a ring, slot fill % C).
+        keys: cached keys [B, L, Hkv, C, D], contiguous; slot `fill` is written (of a ring, slot fill % C). In the dtype
+            of q, or int8 (see `slots`).
         values: cached values, likewise.
-        degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing. None: a ring.
+        degree: float32 [B, L, Hkv, C], contiguous; 0 marks an empty slot, which counts for nothing. With int8 keys and
+            values [B, L, Hkv, C, 3]. None: a ring.
         queries: float32 [B, L, Hkv, 2, D], contiguous: running means of scale * q and of its square. None: a ring.
         last_queries: [B, L, Hkv, LAST, G, D] in the dtype of q, contiguous: scale * q of the last tokens; place
             `position` % LAST is written. None: a ring.
@@ -105,11 +109,12 @@ def decode_attention(
     """
     states, layers, kv_heads, capacity, dim = cache_shape = keys.shape
     batch = states if rows is None else len(rows)
-    dtype, new_shape, heads = q.dtype, (batch, kv_heads, 1, dim), q.shape[1]
+    dtype, new_shape, heads, int8 = q.dtype, (batch, kv_heads, 1, dim), q.shape[1], keys.dtype == torch.int8
+    degree_shape = (states, layers, kv_heads, capacity, *([STORED] if int8 else []))
     if not (
         values.shape == cache_shape
         and (degree is None) == (queries is None) == (last_queries is None) == (position is None)
-        and (degree is None or degree.shape == (states, layers, kv_heads, capacity))
+        and (not int8 if degree is None else degree.shape == degree_shape)
         and (queries is None or queries.shape == (states, layers, kv_heads, 2, dim))
         and (last_queries is None or last_queries.shape == (states, layers, kv_heads, LAST, heads // kv_heads, dim))
         and (position is None or position.shape == (states,))
@@ -127,6 +132,8 @@ def decode_attention(
         shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
         raise ValueError(f"cannot serve layer {layer} with {names} of {shapes}")
     alike = {"q": q, "k": k, "v": v, "keys": keys, "values": values, "last_queries": last_queries, "sinks": sinks}
+    if int8 and values.dtype == torch.int8:
+        del alike["keys"], alike["values"]
     dtypes = {name: tensor.dtype for name, tensor in alike.items() if tensor is not None}
     if set(dtypes.values()) != {dtype}:
         found = ", ".join(f"{kind} {name}" for name, kind in dtypes.items())
@@ -145,7 +152,7 @@ def decode_attention(
     q, k, v, fill, active = (tensor.contiguous() for tensor in (q, k, v, fill, active))
     position, sinks, rows = (None if tensor is None else tensor.contiguous() for tensor in (position, sinks, rows))
     out = torch.empty_like(q)
-    status = _kernels()[dtype](
+    status = _kernels()[dtype, int8](
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
@@ -172,6 +179,7 @@ def decode_attention(
         scale,
         softcap,
         1 / RECENT,
+        LARGEST,
         torch.get_num_threads(),
     )
     if status > 0:
@@ -208,13 +216,18 @@ def use_library(path: Path) -> None:
 
 
 @cache
-def _kernels() -> dict[torch.dtype, Callable[..., int]]:
-    """The compiled functions by dtype, without those that this machine lacks; empty if they cannot be built."""
+def _kernels() -> dict[tuple[torch.dtype, bool], Callable[..., int]]:
+    """The compiled functions by dtype and whether slots have 8 bits; those that this machine lacks are missing."""
     with _build_lock:  # for threads that arrive before the first result is cached
         built = _build()
     if built is None:
         return {}
-    functions = {dtype: getattr(built, symbol) for dtype, symbol in _SYMBOLS.items() if hasattr(built, symbol)}
+    functions = {
+        (dtype, int8): getattr(built, symbol + _INT8 * int8)
+        for dtype, symbol in _SYMBOLS.items()
+        for int8 in (False, True)
+        if hasattr(built, symbol)
+    }
     for function in functions.values():
         function.argtypes, function.restype = _ARGTYPES, ctypes.c_int64
     return functions

@@ -7,6 +7,10 @@
 // weight 1, where the new token takes the place of the one that has just left the window. Softmax does not ask in
 // which order the slots are, so a ring is attended like any other cache.
 //
+// Keys and values may have 8 bits a number: each is then whole numbers times a step of its own, and a slot has three
+// numbers where it otherwise has its degree: the degree, and the steps of key and value. A score is the product with
+// the whole numbers times the step of the key, and a weight counts times the step of the value.
+//
 // The work is cut into tasks of one row, one KV head and at most kSplit slots. A task reads its keys and its
 // values once, for all query heads of its KV head, and leaves a partial result (weighted values, maximum,
 // sum of weights); the last task of a KV head to finish combines them. The cut depends on nothing but the
@@ -57,6 +61,7 @@ constexpr int64_t kValueBlock = 8;      // slots whose values stay in the L1 cac
 constexpr int64_t kAhead = 4096;        // bytes to prefetch ahead of use
 constexpr int64_t kSerialWork = 65536;  // with fewer key elements than this, threads cost more than they save
 constexpr float kLowest = -3.0e38f;     // stands for minus infinity
+constexpr float kLeastStep = 1.17549435e-38f;
 
 constexpr auto kOnes = [] {  // the degrees of a split of a ring
   std::array<float, kSplit> ones{};
@@ -72,6 +77,7 @@ struct Vec {
   typedef int32_t I __attribute__((vector_size(W * 4)));
   typedef uint32_t U __attribute__((vector_size(W * 4)));
   typedef uint16_t H __attribute__((vector_size(W * 2)));
+  typedef int8_t B __attribute__((vector_size(W)));
 };
 
 struct BFloat16 {
@@ -80,6 +86,10 @@ struct BFloat16 {
 
 struct Float16 {
   uint16_t bits;
+};
+
+struct Int8 {
+  int8_t number;
 };
 
 template <int W>
@@ -94,6 +104,13 @@ inline typename Vec<W>::F load(const BFloat16* from) {
   typename Vec<W>::H half;
   std::memcpy(&half, from, sizeof half);
   return (typename Vec<W>::F)(__builtin_convertvector(half, typename Vec<W>::U) << 16);
+}
+
+template <int W>
+inline typename Vec<W>::F load(const Int8* from) {
+  typename Vec<W>::B numbers;
+  std::memcpy(&numbers, from, sizeof numbers);
+  return __builtin_convertvector(__builtin_convertvector(numbers, typename Vec<W>::I), typename Vec<W>::F);
 }
 
 template <int W>
@@ -303,6 +320,12 @@ inline void cap(float softcap, int64_t count, float* scores) {
   for (int64_t i = 0; i < count; i += W) store<W>(scores + i, tanh_of<W>(load<W>(scores + i)) * softcap);
 }
 
+// Multiplies numbers by others, of which there are `count`; those up to the end of a vector mean nothing.
+template <int W>
+inline void multiply(const float* by, int64_t count, float* numbers) {
+  for (int64_t i = 0; i < count; i += W) store<W>(numbers + i, load<W>(numbers + i) * load<W>(by + i));
+}
+
 // Turns scores into weights n * exp(score - max) over slots with n > 0; gives the max and the sum of weights.
 template <int W>
 inline void weigh(const float* degree, int64_t count, float* scores, float* max_out, float* sum_out) {
@@ -345,10 +368,43 @@ inline int thread_index() {
 #endif
 }
 
-template <typename T>
+// Rounds a vector of `dim` numbers to whole numbers, at most `largest`, times the step that is returned. That is a part of
+// the largest number, rounded up to 16 significant bits. What is no number shows in the step.
+template <int W, typename T>
+inline float round_vector(const T* from, int64_t dim, float largest, Int8* to) {
+  using F = typename Vec<W>::F;
+  F top = {};
+  for (int64_t d = 0; d < dim; d += W) {
+    const F x = load<W>(from + d), size = x < F{} ? -x : x;
+    top = size <= top ? top : size;  // a NaN stays
+  }
+  float most = top[0];
+  for (int i = 1; i < W; ++i) most = top[i] <= most ? most : top[i];
+  float step = most / largest;
+  step = step < kLeastStep ? kLeastStep : step;
+  uint32_t bits;
+  std::memcpy(&bits, &step, sizeof bits);
+  bits = (bits + 0xffu) & ~0xffu;
+  std::memcpy(&step, &bits, sizeof bits);
+  for (int64_t d = 0; d < dim; d += W) {
+    const F x = load<W>(from + d) / step;
+    for (int i = 0; i < W; ++i) {
+      const float number = std::nearbyint(x[i]);
+      to[d + i].number = std::abs(number) <= largest ? static_cast<int8_t>(number) : 0;
+    }
+  }
+  return step;
+}
+
+// T is the type of what comes and goes, S that of the slots: the same, or Int8.
+template <typename T, typename S>
 struct Step {
+  static constexpr bool kSteps = std::is_same_v<S, Int8>;  // whether slots have steps
+  static constexpr int64_t kStored = kSteps ? 3 : 1;       // numbers of a slot in `degree`
+
   const T *q, *k, *v;
-  T *keys, *values, *out;
+  S *keys, *values;
+  T* out;
   float *degree, *queries;  // null for a ring
   T* last_queries;          // likewise
   const int64_t* fill;
@@ -357,12 +413,12 @@ struct Step {
   const T* sinks;           // may be null
   const int64_t* rows;      // likewise
   int64_t batch, states, layers, layer, kv_heads, group, capacity, dim, last;
-  float scale, softcap, rate;
+  float scale, softcap, rate, largest;
 
   // The degrees of a split begin at first_degree + its first slot * degree_step. Choosing between the two where they
   // are used made the float32 kernel a few percent slower (GCC 12).
   const float* first_degree = degree ? degree : kOnes.data();
-  int64_t degree_step = degree ? 1 : 0;
+  int64_t degree_step = degree ? kStored : 0;
 
   // Result of one task for its `group` query heads.
   struct Partial {
@@ -371,7 +427,7 @@ struct Step {
   int64_t partial_size() const { return (group * (dim + 2) + 15) / 16 * 16; }
   Partial partial_at(float* at) const { return {at, at + group * dim, at + group * (dim + 1)}; }
 
-  int64_t scratch_size() const { return (group * (dim + kSplit) + 15) / 16 * 16; }
+  int64_t scratch_size() const { return (group * (dim + kSplit) + (kSteps ? 3 * kSplit : 0) + 15) / 16 * 16; }
 
   // The row of the state that a row of the batch is of.
   int64_t state(int64_t row) const { return rows ? rows[row] : row; }
@@ -392,12 +448,18 @@ struct Step {
     return ((state(row) * layers + layer) * kv_heads + kv_head) * capacity;
   }
 
+  template <int W>
   void append(int64_t row, int64_t kv_head) const {
     const int64_t slot = first_slot(row, kv_head) + new_slot(row);
     const int64_t from = (row * kv_heads + kv_head) * dim;
-    std::copy(k + from, k + from + dim, keys + slot * dim);
-    std::copy(v + from, v + from + dim, values + slot * dim);
-    if (degree) degree[slot] = 1.0f;
+    if constexpr (kSteps) {
+      degree[slot * kStored + 1] = round_vector<W>(k + from, dim, largest, keys + slot * dim);
+      degree[slot * kStored + 2] = round_vector<W>(v + from, dim, largest, values + slot * dim);
+    } else {
+      std::copy(k + from, k + from + dim, keys + slot * dim);
+      std::copy(v + from, v + from + dim, values + slot * dim);
+    }
+    if (degree) degree[slot * kStored] = 1.0f;
   }
 
   // Moves the running means of scale * q and of its square by `rate` towards those of this token's query heads, and
@@ -427,42 +489,54 @@ struct Step {
   template <int W>
   void attend(int64_t row, int64_t kv_head, int64_t split, float* scratch, const Partial& result) const {
     if (split == new_slot(row) / kSplit) {
-      append(row, kv_head);  // this is the only task that reads the new slot
+      append<W>(row, kv_head);  // this is the only task that reads the new slot
       if (queries) observe<W>(row, kv_head);
     }
 
     const int64_t count = std::min(kSplit, used(row) - split * kSplit);
     const int64_t slot = first_slot(row, kv_head) + split * kSplit;
-    const T* key = keys + slot * dim;
-    const T* value = values + slot * dim;
+    const S* key = keys + slot * dim;
+    const S* value = values + slot * dim;
     const float* n = first_degree + slot * degree_step;
 
     float* query = scratch;
     float* scores = scratch + group * dim;
+    float* steps = scores + group * kSplit;  // of keys and of values, and the degrees, where slots have steps
+    if constexpr (kSteps) {
+      for (int64_t i = 0; i < count; ++i) {
+        steps[i] = n[i * kStored + 1];
+        steps[kSplit + i] = n[i * kStored + 2];
+        steps[2 * kSplit + i] = n[i * kStored];
+      }
+      n = steps + 2 * kSplit;
+    }
     const T* q_heads = q + (row * kv_heads + kv_head) * group * dim;
     const float factor = softcap != 0.0f ? scale / softcap : scale;
     for (int64_t d = 0; d < group * dim; d += W) store<W>(query + d, load<W>(q_heads + d) * factor);
 
-    const int64_t row_bytes = dim * sizeof(T);
+    const int64_t row_bytes = dim * sizeof(S);
     const int64_t ahead = kAhead / row_bytes;  // in slots
     for (int64_t i = 0; i < count; i += W) {  // near its end, this loop prefetches the first values
       const int64_t soon = i + ahead;
       prefetch(soon < count ? key + soon * dim : value + (soon - count) * dim, W * row_bytes);
       for_heads(group, [&](int64_t h, auto heads) {
-        score_slots<T, W, heads()>(query + h * dim, key + i * dim, dim, std::min<int64_t>(W, count - i),
+        score_slots<S, W, heads()>(query + h * dim, key + i * dim, dim, std::min<int64_t>(W, count - i),
                                    scores + h * kSplit + i);
       });
     }
     for (int64_t h = 0; h < group; ++h) {
-      if (softcap != 0.0f) cap<W>(softcap, count, scores + h * kSplit);
-      weigh<W>(n, count, scores + h * kSplit, result.max + h, result.total + h);
+      float* own = scores + h * kSplit;
+      if constexpr (kSteps) multiply<W>(steps, count, own);
+      if (softcap != 0.0f) cap<W>(softcap, count, own);
+      weigh<W>(n, count, own, result.max + h, result.total + h);
+      if constexpr (kSteps) multiply<W>(steps + kSplit, count, own);  // the sum of weights is known already
     }
     std::fill(result.sums, result.sums + group * dim, 0.0f);
     for (int64_t i = 0; i < count; i += kValueBlock) {  // and this one the keys of the next task
       const int64_t soon = i + ahead;
       prefetch(soon < count ? value + soon * dim : key + soon * dim, kValueBlock * row_bytes);
       for_heads(group, [&](int64_t h, auto heads) {
-        add_values<T, W, heads()>(scores + h * kSplit + i, n + i, value + i * dim, dim,
+        add_values<S, W, heads()>(scores + h * kSplit + i, n + i, value + i * dim, dim,
                                   std::min(kValueBlock, count - i), result.sums + h * dim);
       });
     }
@@ -535,8 +609,8 @@ struct Step {
   }
 };
 
-template <typename T>
-int64_t decode(const Step<T>& step, int threads) {
+template <typename T, typename S>
+int64_t decode(const Step<T, S>& step, int threads) {
   const int64_t most = step.degree ? step.capacity - 1 : step.capacity > 0 ? INT64_MAX : -1;  // a ring is never full
   for (int64_t row = 0; row < step.batch; ++row) {
     const int64_t state = step.state(row);
@@ -560,7 +634,8 @@ int64_t decode(const Step<T>& step, int threads) {
 // position[row] % last of the last ones, and attends over slots 0 .. fill[row].
 //   q, out [batch, kv_heads * group, dim]; k, v [batch, kv_heads, dim]; fill, active, position [states]
 //   rows [batch], or null: the row of the state that each row of the batch is of, no two the same unless not active
-//   keys, values [states, layers, kv_heads, capacity, dim]; degree [states, layers, kv_heads, capacity]
+//   keys, values [states, layers, kv_heads, capacity, dim]; degree [states, layers, kv_heads, capacity], where these have
+//   8 bits [states, layers, kv_heads, capacity, 3], and the whole numbers of a vector are at most `largest`
 //   queries [states, layers, kv_heads, 2, dim]: running means of scale * q and of its square; a token's share is `rate`
 //   last_queries [states, layers, kv_heads, last, group, dim]: scale * q of the last tokens
 //   sinks [kv_heads * group], or null: one logit a query head, not scaled
@@ -570,20 +645,23 @@ int64_t decode(const Step<T>& step, int threads) {
 // Where softcap is not 0, scores become softcap * tanh(score / softcap) before the degree enters.
 // A row that is not active is left as it is, and its output is zero. `dim` is a multiple of 8. Returns 0; row + 1
 // if that row has no free slot (nothing is written then); -1 if there is no memory; -2 if a row is not in the state.
-#define CKV_DECODE(NAME, T)                                                                                           \
-  extern "C" int64_t NAME(const T* q, const T* k, const T* v, T* keys, T* values, float* degree, float* queries,      \
+#define CKV_DECODE(NAME, T, S)                                                                                        \
+  extern "C" int64_t NAME(const T* q, const T* k, const T* v, S* keys, S* values, float* degree, float* queries,      \
                           T* last_queries, const int64_t* fill, const bool* active, const int64_t* position,          \
                           const T* sinks, const int64_t* rows, T* out, int64_t batch, int64_t states, int64_t layers, \
                           int64_t layer, int64_t kv_heads, int64_t group, int64_t capacity, int64_t dim,              \
-                          int64_t last, float scale, float softcap, float rate, int threads) {                        \
-    return decode(Step<T>{q, k, v, keys, values, out, degree, queries, last_queries, fill, active, position, sinks,   \
-                          rows, batch, states, layers, layer, kv_heads, group, capacity, dim, last, scale, softcap,   \
-                          rate},                                                                                      \
+                          int64_t last, float scale, float softcap, float rate, float largest, int threads) {         \
+    return decode(Step<T, S>{q, k, v, keys, values, out, degree, queries, last_queries, fill, active, position,       \
+                             sinks, rows, batch, states, layers, layer, kv_heads, group, capacity, dim, last, scale,  \
+                             softcap, rate, largest},                                                                 \
                   threads);                                                                                           \
   }
 
-CKV_DECODE(ckv_decode_float32, float)
-CKV_DECODE(ckv_decode_bfloat16, BFloat16)
+CKV_DECODE(ckv_decode_float32, float, float)
+CKV_DECODE(ckv_decode_float32_int8, float, Int8)
+CKV_DECODE(ckv_decode_bfloat16, BFloat16, BFloat16)
+CKV_DECODE(ckv_decode_bfloat16_int8, BFloat16, Int8)
 #ifdef CKV_FLOAT16
-CKV_DECODE(ckv_decode_float16, Float16)
+CKV_DECODE(ckv_decode_float16, Float16, Float16)
+CKV_DECODE(ckv_decode_float16_int8, Float16, Int8)
 #endif

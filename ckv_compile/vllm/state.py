@@ -49,7 +49,8 @@ class Serving(NamedTuple):
         """The shape of the state of layers that have the heads of `spec`."""
         light = tuple(self.config.light_layers)
         heads = (spec.num_kv_heads, self.heads // spec.num_kv_heads)
-        return CacheShape(self.layers - len(light), *heads, spec.head_size, spec.dtype, device, light_layers=light)
+        sizes = (self.layers - len(light), *heads, spec.head_size, spec.dtype, device)
+        return CacheShape(*sizes, light_layers=light, int8=self.config.cache_dtype == "int8")
 
     def one(self, spec: AttentionSpec) -> CacheState:
         """The state of one request, without memory."""

@@ -11,7 +11,7 @@ import triton.language as tl
 from device import DEVICE
 from torch import Tensor
 
-from ckv_compile import clustering
+from ckv_compile import clustering, slots
 from ckv_compile.kernels import attention
 from ckv_compile.reference import LAST, Queries, Row, attend_row, observe
 
@@ -202,6 +202,35 @@ def test_decode_writes_the_new_token_and_nothing_else(dtype: str, parts: int) ->
         assert same_bits(after, wanted), name
     assert same_bits(out[2], torch.zeros_like(out[2]))
     assert out[[0, 1, 3]].isfinite().all()
+
+
+def in_int8(step: Step) -> Step:
+    """The step with slots of 8 bits; what empty ones hold shows in their steps."""
+    (keys, key_step), (values, value_step) = (slots.to_int8(part) for part in (step.keys, step.values))
+    degree = torch.stack([step.degree, key_step, value_step], dim=-1)
+    return step._replace(keys=keys, values=values, degree=degree)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "fp32"), (80, "bf16"), (16, "fp16")], ids=str)
+def test_decode_of_slots_of_8_bits(dim: int, dtype: str, parts: int) -> None:
+    step = in_int8(make_step([0, 70, 99], dim=dim, dtype=dtype))
+    held = slots.read(step.keys, step.values, step.degree)
+    (k, k_step), (v, v_step) = (slots.to_int8(new[:, :, 0]) for new in (step.k, step.v))
+    rounded = [slots.from_int8(*new)[:, :, None] for new in ((k, k_step), (v, v_step))]
+    expected = expected_step(Step(step.q.float(), *rounded, *held, *step[6:]))
+    before = step.clone()
+    out = run_step(step, parts)
+    assert_near(out, expected)
+    for b, used in enumerate(step.fill.tolist()):
+        assert torch.equal(step.keys[b, LAYER, :, used], k[b])
+        assert torch.equal(step.values[b, LAYER, :, used], v[b])
+        new = torch.stack([torch.ones_like(k_step[b]), k_step[b], v_step[b]], dim=-1)
+        assert torch.equal(step.degree[b, LAYER, :, used], new)
+        for part in ("keys", "values", "degree"):
+            now, then = getattr(step, part).clone(), getattr(before, part)
+            now[b, LAYER, :, used] = then[b, LAYER, :, used]
+            assert same_bits(now[b], then[b])
 
 
 @pytest.mark.parametrize("parts", [1, 3])

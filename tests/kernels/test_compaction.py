@@ -12,7 +12,7 @@ import torch
 from device import DEVICE
 from torch import Tensor
 
-from ckv_compile import clustering
+from ckv_compile import clustering, slots
 from ckv_compile.errors import ConfigError
 from ckv_compile.kernels import compaction
 from ckv_compile.reference import ATTENTION_WEIGHT, LAST, Row, attended_slots, merge_row
@@ -345,9 +345,9 @@ def test_exchange_keeps_every_slot_whatever_the_numbers(value: float) -> None:
     keys[0, 11], values[1, 20:] = value, value
     actual = run_exchange((keys, values, degree), make_queries(keys), make_schedule(8, 2, 3, exact=7))
     assert torch.equal(actual[2].sort().values, degree)
-    for row, slots in enumerate((actual[2] - 1).long()):
-        assert torch.equal(bits(actual[0][row]), bits(keys[row, slots]))
-        assert torch.equal(bits(actual[1][row]), bits(values[row, slots]))
+    for row, places in enumerate((actual[2] - 1).long()):
+        assert torch.equal(bits(actual[0][row]), bits(keys[row, places]))
+        assert torch.equal(bits(actual[1][row]), bits(values[row, places]))
 
 
 def test_an_exchange_has_the_same_bits_in_any_company() -> None:
@@ -445,6 +445,42 @@ def test_compact_and_compress_have_the_same_bits() -> None:
     compaction.compact(*cache, *queries, counters, counters.clone(), active, schedule)
     for got, wanted in zip(cache, expected, strict=True):
         assert torch.equal(got.flatten(0, 2)[:, :20], wanted)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "budget", "chunk", "sink", "exact", "recent", "dim"),
+    [(40, 30, 16, 2, 0, 4, 16), (70, 60, 128, 4, 0, 8, 80), (40, 34, 16, 2, 12, 4, 16), (51, 44, 8, 3, 25, 5, 64)],
+    ids=str,
+)
+def test_compact_of_slots_of_8_bits(
+    capacity: int, budget: int, chunk: int, sink: int, exact: int, recent: int, dim: int
+) -> None:
+    """A row that is full beside one that is not: as the slots would be compacted that these stand for, and rounded."""
+    schedule = make_schedule(chunk, sink, recent, budget, exact)
+    keys, values, degree = make_cache([capacity, 20], 2, 2, capacity, dim, "fp32")
+    (keys, key_step), (values, value_step) = (slots.to_int8(part) for part in (keys, values))
+    cache = (keys, values, torch.stack([degree, key_step, value_step], dim=-1))
+    before = tuple(t.clone() for t in cache)
+    wide = slots.read(*before)
+    queries = make_queries(wide[0])
+    fill = torch.tensor([capacity - 1, 19], device=DEVICE)
+    compaction.compact(*cache, *queries, fill, fill.clone(), fill > 0, schedule)
+    assert fill.tolist() == [budget, 20]
+    assert all(torch.equal(bits(new[1]), bits(old[1])) for new, old in zip(cache, before, strict=True))
+    found = tuple(part[..., :budget, :] if part.ndim == 5 else part[..., :budget] for part in slots.read(*cache))
+    known_rows = zip(queries[0][0], queries[1][0], strict=True)
+    for new, old, known in zip(flat_rows(found, 0), flat_rows(wide, 0), known_rows, strict=True):
+        chosen = exchanged(old, known, schedule) if exact else old
+        expected = reference(chosen, (capacity - budget,), schedule)
+        assert torch.equal(new[2], expected[2])
+        for got, wanted in zip(new[:2], expected[:2], strict=True):
+            numbers, step = slots.to_int8(wanted)
+            # A merged number between two may be rounded to either; all others are the same.
+            assert ((got - slots.from_int8(numbers, step)).abs() <= 1.001 * step[..., None]).all()
+            single = new[2] == 1.0
+            assert torch.equal(got[single], wanted[single])
+            assert ((got - wanted).abs() <= 0.51 * step[..., None]).all()
+    assert not cache[2][0, :, :, budget:].any()
 
 
 @pytest.mark.parametrize("exact", [0, 5], ids="exact{}".format)
