@@ -104,7 +104,7 @@ def build(seed: int) -> Qwen3ForCausalLM:
 
 
 def sequences(stage: Stage, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random tokens and what is to be predicted [rows, length] int64: the values of keys that came before, or else -100.
+    """Random tokens [rows, length] int64, and of the same shape the values of keys that came before, elsewhere -100.
 
     Every record comes once, and then any of them again and again. In a fixed order, or in rounds, the last of a round
     could be told without reading its key.
