@@ -37,6 +37,7 @@ METHODS = (
     *("kmeans", "d2o"),
 )
 BUDGETS = (0.5, 0.25, 0.125)
+SHORTEST = 304  # tokens of a prompt: an eighth of them holds the 36 that are protected, and a pair to merge
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 HELD_OUT = 10_000  # the first seed of the prompts
 
@@ -215,9 +216,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=100, help="held-out prompts (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="file for the outcomes, as of ckv eval; written anew")
     args = parser.parse_args(arguments)
-    least = WIDTH * STAGES[-1].records + 1
-    if args.length < least or args.prompts < 1 or args.steps < 1:
-        parser.error(f"--length must be at least {least}, --prompts and --steps at least 1")
+    if args.length < SHORTEST or args.prompts < 1 or args.steps < 1:
+        parser.error(f"--length must be at least {SHORTEST}, --prompts and --steps at least 1")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 

@@ -267,7 +267,7 @@ def test_prompts_have_the_record_that_is_asked_at_its_depth(small_model):
 
 
 def test_an_untrained_small_model_says_nothing_and_is_the_same_again(small_model, tmp_path, capsys):
-    options = ["--steps", "1", "--length", "80", "--prompts", "2"]
+    options = ["--steps", "1", "--length", "304", "--prompts", "2"]
     small_model.main([*options, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "one.jsonl")])
     printed = capsys.readouterr().out
     assert len(re.findall(r"records in \d+ tokens: \d+\.\d% after 1 steps", printed)) == len(small_model.STAGES)
@@ -283,12 +283,12 @@ def test_an_untrained_small_model_says_nothing_and_is_the_same_again(small_model
     )
     assert one == two == three
     assert one[0]["settings"]["model"].startswith("a Qwen3 of 2 layers trained on recall")
-    compressed = itertools.product(small_model.METHODS, small_model.BUDGETS)
+    compressed = [*itertools.product(small_model.METHODS, small_model.BUDGETS)]
     cells = {(protocol, *cell) for protocol in ("inside", "after") for cell in (("full", None), *compressed)}
     for line, (depth, seed) in zip(one[1:], ((0.1, 10_000), (0.3, 10_001)), strict=True):
-        assert line["prompt"] == ["records", 80, depth, seed]
+        assert line["prompt"] == ["records", 304, depth, seed]
         found = [(each["protocol"], each["method"], each["budget"]) for each in line["outcomes"]]
         assert sorted(map(str, found)) == sorted(map(str, cells))
     with pytest.raises(SystemExit):
-        small_model.main(["--length", "48"])
-    assert "--length must be at least 49" in capsys.readouterr().err
+        small_model.main(["--length", "303"])
+    assert "--length must be at least 304" in capsys.readouterr().err
