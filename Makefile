@@ -7,7 +7,7 @@ MODEL ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup demo demo-similarity demo-clusters demo-export test gpu-builds lint bench peers vllm clean
+.PHONY: setup demo demo-similarity demo-clusters demo-export demo-small-model test gpu-builds lint bench peers vllm clean
 
 setup: .venv/ready
 
@@ -23,6 +23,9 @@ demo: setup
 
 demo-similarity demo-clusters demo-export: demo-%: setup
 	$(BIN)/python demos/$*.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+demo-small-model: setup
+	OMP_NUM_THREADS=1 $(BIN)/python demos/small_model.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)

@@ -6,6 +6,7 @@ The page says what was measured and by which command; every number on it is comp
 
     *.jsonl           outcomes of tasks and texts: ckv eval ... --out FILE; NAME.PEER.jsonl goes into the tables of
                       NAME.jsonl, and what ablations*.jsonl has is shown by the choices that it tests
+    small_model.jsonl python demos/small_model.py --out FILE
     speed*.json       ckv bench MODEL --save FILE; its --plots are shown if they are named NAME-*.png
     serving*.json     python -m ckv_compile.vllm.bench --json FILE
     cost.json         python -m ckv_compile.evaluation.cost --json FILE
@@ -47,6 +48,8 @@ SEMANTIC = ("needle", "needle-essay", "multi-key", "variables")
 """Tasks of the kinds on which the paper finds its method strongest: S-NIAH-1 and 2, MK-NIAH-1, VT."""
 SINGLE = ("needle", "needle-essay", "multi-key")
 """Tasks that ask for one thing, at one depth."""
+TRAINED = ("records",)
+"""Tasks of small models that were trained on them, by demos/small_model.py: they are none of RULER's."""
 PAPER = f"{OURS}:exact=0.0,r_init=0.25"
 """The paper's own method: centroids alone, made by gentle rounds."""
 LIGHT = re.compile(r"light_layers=[-+\d]+(,light_share=[.\d]+)?,?")
@@ -483,7 +486,7 @@ def _duels(files: Sequence[File]) -> Iterator[list[str]]:
         pairs = [(own, light) for own in methods for light in (False, True) if LIGHT.search(own) or not light]
         for mine, best, gain, half in (each for pair in pairs for each in _duels_on_tasks(file.tasks, *pair)):
             yield [
-                f"score, {_length(mine.length)}, question {mine.protocol}",
+                f"score, {_trained(file)}{_length(mine.length)}, question {mine.protocol}",
                 *(_kept(mine.budget), _name(mine.method), f"{mine.score:.2f}"),
                 *(_name(best.method), f"{best.score:.2f}"),
                 f"{gain:+.2f} ± {half:.2f}",
@@ -515,7 +518,7 @@ def _best_on_tasks(files: Sequence[File], paper: str, only: Sequence[str] | None
     """The paper's method against the best other one of each file, budget and protocol."""
     found, differences = [], []
     for file in files:
-        outcomes = [each for each in file.tasks if only is None or each.task in only]
+        outcomes = [each for each in file.tasks if (each.task not in TRAINED if only is None else each.task in only)]
         for mine, best, gain, half in _duels_on_tasks(outcomes, PAPER):
             differences.append((gain + NEAR, half))
             found.append(
@@ -618,7 +621,7 @@ def draw(folder: Path = FOLDER) -> None:
         for length, protocol in dict.fromkeys((row.length, row.protocol) for row in means):
             own = [row for row in means if (row.length, row.protocol) == (length, protocol)]
             points = [Point(row.method, row.budget, row.score, row.low, row.high) for row in own]
-            panels.append((f"{_length(length)}, question {protocol}", "mean score over tasks", points))
+            panels.append((f"{_trained(file)}{_length(length)}, question {protocol}", "mean score over tasks", points))
         texts = summarise_texts(file.texts)
         if texts:
             last = [row for row in texts if row.text == texts[-1].text]
@@ -641,7 +644,8 @@ def draw(folder: Path = FOLDER) -> None:
                 continue
             colour, width = colormaps["tab20"](methods.index(method) % 20), 2.5 if _is_ours(method) else 1
             values = [point.value for point in own_points]
-            (lines[_name(method)],) = axes.plot(shares, values, marker="o", color=colour, linewidth=width)
+            style = {"marker": "o"} if methods.index(method) < 20 else {"marker": "x", "linestyle": "--"}  # colours end
+            (lines[_name(method)],) = axes.plot(shares, values, color=colour, linewidth=width, **style)
             if _is_ours(method):  # those of the others are as wide, and would hide each other
                 bounds = zip(*((point.low, point.high) for point in own_points), strict=True)
                 axes.fill_between(shares, *bounds, alpha=0.1, color=colour)
@@ -649,6 +653,13 @@ def draw(folder: Path = FOLDER) -> None:
         axes.grid(alpha=0.3)
     figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize="small")
     figure.savefig(folder / PLOT, dpi=72, metadata={"Software": None})
+
+
+def _trained(file: File) -> str:
+    """The tasks of a file that its model was trained on, in front of what else is said of them."""
+    return "".join(
+        f"{task} (trained on), " for task in dict.fromkeys(each.task for each in file.tasks) if task in TRAINED
+    )
 
 
 def _length(length: int) -> str:

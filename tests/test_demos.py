@@ -1,6 +1,8 @@
-"""The demos in short form: what they compute, what they write, and each once on the real model."""
+"""The demos in short form: what they compute, what they write, and those of a given model once on the real one."""
 
 import importlib
+import itertools
+import json
 import pydoc_data.topics
 import re
 import struct
@@ -41,6 +43,12 @@ def similarity(monkeypatch):
 def clusters(monkeypatch):
     monkeypatch.syspath_prepend(DEMOS)
     return importlib.import_module("clusters")
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    monkeypatch.syspath_prepend(DEMOS)
+    return importlib.import_module("small_model")
 
 
 # ------------------------------------------------------------------------------------------------------- similarity
@@ -222,3 +230,65 @@ def test_clusters_on_the_real_model(clusters, tmp_path, capsys):
     assert text.startswith(shown)
     check_page(tmp_path / "clusters.html", shown, slots=128)
     assert "256 tokens in 128 slots: layer 15, KV head 0" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------ small model
+
+
+def test_sequences_ask_for_what_the_keys_had_before(small_model):
+    for stage in small_model.STAGES:
+        ids, wanted = small_model.sequences(stage, 5, torch.Generator().manual_seed(1))
+        assert ids.shape == wanted.shape == (5, stage.length)
+        assert ids.max() < small_model.VOCABULARY
+        asked = wanted >= 0
+        assert asked.any(dim=1).all()
+        assert torch.equal(wanted[asked], ids[asked])
+        for row, answers in zip(ids.tolist(), wanted.tolist(), strict=True):
+            known: dict[int, list[int]] = {}
+            for i, token in enumerate(row[:-2]):
+                if token < small_model.KEYS:
+                    values = row[i + 1 : i + 3]
+                    assert known.setdefault(token, values) == values
+                    assert answers[i + 1 : i + 3] in (values, [-100, -100])
+            assert len(known) <= stage.records
+
+
+def test_prompts_have_the_record_that_is_asked_at_its_depth(small_model):
+    for length, depth in ((49, 0.0), (512, 0.1), (512, 0.9), (300, 1.0)):
+        prompt = small_model.prompt(length, depth, seed=3)
+        context, (key,) = prompt.sample.context, prompt.sample.question
+        assert len(context) + 1 == length
+        assert context.count(key) == 1
+        place = context.index(key)
+        assert place == pytest.approx(depth * (length - 4), abs=0.15 * length)
+        assert (small_model.Words().decode(context[place + 1 : place + 3], True),) == prompt.sample.answers
+        assert sum(token < small_model.KEYS for token in context) == 16
+    assert small_model.prompt(512, 0.5, 4) == small_model.prompt(512, 0.5, 4) != small_model.prompt(512, 0.5, 5)
+
+
+def test_an_untrained_small_model_says_nothing_and_is_the_same_again(small_model, tmp_path, capsys):
+    options = ["--steps", "1", "--length", "304", "--prompts", "2"]
+    small_model.main([*options, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "one.jsonl")])
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"records in \d+ tokens: \d+\.\d% after 1 steps", printed)) == len(small_model.STAGES)
+    assert printed.count("so it says nothing: below 70%") == 2
+    small_model.main([*options, "--out", str(tmp_path / "two.jsonl")])  # trained again
+    again = re.sub(r"\[ *[\d.]+ s\]", "", capsys.readouterr().out)
+    assert again == re.sub(r"\[ *[\d.]+ s\]", "", printed)
+    small_model.main([*options, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "three.jsonl")])  # loaded
+    assert "after 1 steps" not in capsys.readouterr().out
+    one, two, three = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("one", "two", "three")
+    )
+    assert one == two == three
+    assert one[0]["settings"]["model"].startswith("a Qwen3 of 2 layers trained on recall")
+    compressed = [*itertools.product(small_model.METHODS, small_model.BUDGETS)]
+    cells = {(protocol, *cell) for protocol in ("inside", "after") for cell in (("full", None), *compressed)}
+    for line, (depth, seed) in zip(one[1:], ((0.1, 10_000), (0.3, 10_001)), strict=True):
+        assert line["prompt"] == ["records", 304, depth, seed]
+        found = [(each["protocol"], each["method"], each["budget"]) for each in line["outcomes"]]
+        assert sorted(map(str, found)) == sorted(map(str, cells))
+    with pytest.raises(SystemExit):
+        small_model.main(["--length", "303"])
+    assert "--length must be at least 304" in capsys.readouterr().err

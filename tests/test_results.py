@@ -100,6 +100,15 @@ def test_the_default_stands_beside_the_best_other_method(results, tmp_path):
     assert "| 50 % | ours | 0.200 | tova | 0.300 | -0.100 ± 0.000 |" in page
 
 
+def test_tasks_that_a_model_was_trained_on_are_no_claim_on_ruler(results, tmp_path):
+    scores = {"ours": 0.9, PAPER: 0.0, "tova": 0.5}
+    asked_of = [each for method, score in scores.items() for each in asked("records", method, 0.5, [score] * 30)]
+    written(tmp_path, "small_model.jsonl", asked("records", "full", None, [1.0] * 30) + asked_of)
+    assert claim(verdicts(results, tmp_path), "RULER").verdict == "not measured"
+    page = " ".join(results.page(tmp_path).split())
+    assert "| score, records (trained on), 900 tokens, question after | 50 % | ours | 0.90 | tova | 0.50 |" in page
+
+
 def test_light_layers_are_named_once_and_compared_as_ours(results, tmp_path):
     light = "light_layers=0-4+9,light_share=0.35"
     scores = {"ours": 0.6, f"ours:{light}": 0.9, "tova": 0.5, f"tova:{light}": 0.8}
