@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from ckv_compile import render
-from ckv_compile.config import CKVConfig, layer_numbers
+from ckv_compile.config import CacheDtype, CKVConfig, layer_numbers
 from ckv_compile.errors import CKVError, ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ TASKS = (
     "recall",
     "documents",
 )
-CONTESTANTS = ("dynamic", "static", "kvpress-snapkv", "kvpress-knorm", "llama.cpp", "ours")
+CONTESTANTS = ("dynamic", "static", "kvpress-snapkv", "kvpress-knorm", "llama.cpp", "ours", "ours-int8")
 METHODS = (
     "full",
     "ours",
@@ -581,6 +581,7 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens of a prompt that are processed at once.", show_default="all")
     ] = None,
     dtype: Dtype = None,
+    cache_dtype: Annotated[CacheDtype, typer.Option(help="Of cached keys and values, but of the full cache.")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="Write the first table as a picture (.png, .svg, .pdf).")] = None,
     as_json: Json = False,
 ) -> None:
@@ -608,7 +609,7 @@ def plan(
     contexts, batches = context or _contexts(footprint.context), batch or [2**i for i in range(7)]
     budgets = list(dict.fromkeys([*SHARES, *(budget or [])]))
     _check_budgets(budgets, min(contexts), {"interval": interval})
-    plans = [Plan(each, interval, prefill_chunk) for each in (None, *budgets)]
+    plans = [Plan(each, interval, prefill_chunk, cache_dtype) for each in (None, *budgets)]
     chunk = prefill_chunk or _CHUNK
     document = {
         "model": model,
@@ -682,9 +683,9 @@ def bench(
     """Measure speed and memory beside what you would use instead.
 
     Contestants are the dynamic and the compiled static cache of transformers, kvpress, llama.cpp, and ours with
-    everything kept and with each budget; `make peers` in a checkout installs kvpress and llama.cpp. Each is a process
-    of its own, and all are asked in turn. llama.cpp runs with its file as shipped and with weights and cache of
-    --dtype.
+    everything kept and with each budget, also with slots of 8 bits; `make peers` in a checkout installs kvpress and
+    llama.cpp. Each is a process of its own, and all are asked in turn. llama.cpp runs with its file as shipped and with
+    weights and cache of --dtype.
 
     "floor" is what reading the weights and the cache once takes at the bandwidth measured in the run. "compression" is
     what the prefill takes longer than that of ours with everything kept. "peak" is the most memory that the process

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ckv_compile.cache import CacheShape, CacheState, ClusteredCache, cache_of
-from ckv_compile.config import CKVConfig
+from ckv_compile.config import CacheDtype, CKVConfig
 from ckv_compile.errors import CKVError, UnsupportedModelError
 from ckv_compile.schedule import GroupPlan, Plans
 
@@ -199,17 +199,20 @@ class Plan(NamedTuple):
         budget: slots per KV head (int), the kept share of the context (float), or None for transformers' own cache.
         interval: decode steps between compactions.
         prefill_chunk: tokens of a prompt that are processed at once; None takes all.
+        cache_dtype: of the cache, as in `CKVConfig`.
     """
 
     budget: int | float | None
     interval: int = 64
     prefill_chunk: int | None = None
+    cache_dtype: CacheDtype = "auto"
 
     def row_bytes(self, footprint: Footprint, context: int) -> int:
         """Bytes of the cache of one row whose longest context is `context` tokens."""
         if self.budget is None:
             return footprint.full_bytes(context)
-        return row_bytes(footprint.shape(context), slots_of(self.budget, context) + self.interval)
+        shape = footprint.shape(context)._replace(int8=self.cache_dtype == "int8")
+        return row_bytes(shape, slots_of(self.budget, context) + self.interval)
 
     def needed(self, footprint: Footprint, context: int, batch: int) -> int:
         """Bytes of weights, caches and one row's prefill; that of the full cache is taken row by row too."""

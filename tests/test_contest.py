@@ -18,6 +18,7 @@ CONTEXT = 150
 HOW = {"tokens": 6, "rounds": 2, "dtype": "float32", "device": "cpu", "threads": None, "compile": "eager"}
 TOKEN_BYTES = 3 * 3 * 2 * 8 * 4  # layers, KV heads, keys and values, head size, float32
 SLOT_BYTES = TOKEN_BYTES + 3 * 3 * 4  # and its degrees
+INT8_BYTES = TOKEN_BYTES // 4 + 3 * 3 * 4 * 3  # and the steps of keys and values too
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_bench_shows_saves_and_draws_what_was_measured_and_says_what_is_missing(
         ("llama.cpp, float32", None, "it needs a GGUF file"),
     ]
     failed = rows[-1]
-    assert (failed["name"], failed["batch"], "step_s" in failed) == ("ckv_compile", 2, False)
+    assert (failed["name"], failed["batch"], "step_s" in failed) == ("ckv_compile, int8", 2, False)
     shown = " ".join(result.stdout.split())
     for text in (
         "context 150, batch 2",
@@ -128,7 +129,7 @@ def test_bench_shows_saves_and_draws_what_was_measured_and_says_what_is_missing(
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static", "ours"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "ours", "ours-int8"])
 def test_the_contestants_of_this_environment_run(folder, monkeypatch, kind):
     monkeypatch.setattr(worker, "CompileConfig", functools.partial(CompileConfig, backend="eager"))
     torch._dynamo.reset()
@@ -146,8 +147,9 @@ def test_the_contestants_of_this_environment_run(folder, monkeypatch, kind):
         caches[each.kept] = found["cache_bytes"] / 2
     seen = (CONTEXT + 5) * TOKEN_BYTES  # the last token is not read
     queries = 9 * TOKEN_BYTES  # two means, as large as a token, and the last 8 of two heads
-    ours = {None: (CONTEXT + 6 + 8) * SLOT_BYTES + queries, 0.5: (75 + 8) * SLOT_BYTES + queries}
-    assert caches == (ours if kind == "ours" else {None: seen})
+    slot = INT8_BYTES if kind == "ours-int8" else SLOT_BYTES
+    ours = {None: (CONTEXT + 6 + 8) * slot + queries, 0.5: (75 + 8) * slot + queries}
+    assert caches == (ours if kind.startswith("ours") else {None: seen})
 
 
 def test_a_contestant_has_a_process_of_its_own(folder):

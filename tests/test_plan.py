@@ -36,6 +36,9 @@ def test_a_config_tells_what_a_clustered_cache_takes(family, changes, budget):
     planned = Plan(budget, INTERVAL).row_bytes(measure(model.config, torch.float32), CONTEXT)
     assert planned == row_bytes(ours.cache_shape, ours.ckv_config.capacity) == ours.new_cache().nbytes()
     assert 3 * planned == ours.new_cache(3).nbytes()
+    shape = ours.cache_shape._replace(int8=True)
+    planned = Plan(budget, INTERVAL, cache_dtype="int8").row_bytes(measure(model.config, torch.float32), CONTEXT)
+    assert planned == row_bytes(shape, ours.ckv_config.capacity)
 
 
 def test_a_window_as_long_as_the_context_is_none():

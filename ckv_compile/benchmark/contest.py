@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from ckv_compile.benchmark.contestants import COMPILED, KINDS, OURS, Contestant, contestants
+from ckv_compile.benchmark.contestants import COMPILED, INT8, KINDS, OURS, Contestant, contestants
 from ckv_compile.benchmark.timing import Memory, machine_name
 from ckv_compile.config import CKVConfig
 from ckv_compile.errors import InputError, PeerError
@@ -209,7 +209,7 @@ class _Runner:
             return row
         low, median, high = statistics.quantiles(self._steps, n=4)
         compression = None
-        if self.contestant.kind == OURS and self.contestant.kept is not None:
+        if self.contestant.kind in (OURS, INT8) and self.contestant.kept is not None:
             compression = statistics.median(own - full for own, full in zip(self.prefills, whole, strict=False))
         return row | {
             "prefill_s": Spread(statistics.median(self.prefills), min(self.prefills), max(self.prefills))._asdict(),

@@ -13,8 +13,9 @@ STATIC = "static"
 KVPRESS = ("kvpress-snapkv", "kvpress-knorm")
 LLAMA = "llama.cpp"
 OURS = "ours"
-KINDS = (DYNAMIC, STATIC, *KVPRESS, LLAMA, OURS)
-COMPILED = (STATIC, OURS)
+INT8 = "ours-int8"
+KINDS = (DYNAMIC, STATIC, *KVPRESS, LLAMA, OURS, INT8)
+COMPILED = (STATIC, OURS, INT8)
 _HERE = (sys.executable, "-m", "ckv_compile.benchmark.worker")
 
 
@@ -44,14 +45,17 @@ def contestants(
 ) -> Iterator[Contestant]:
     """Those of one kind, for one context and batch: of ours one that keeps everything, and one for each budget.
 
+    INT8 are ours with slots of 8 bits.
+
     `contest.contest` says what the arguments are.
     """
     job: dict[str, Any] = {"model": str(path_of(source)), "dtype": dtype, "device": device}
-    if kind == OURS:
+    if kind in (OURS, INT8):
+        name, stored = ("ckv_compile", {}) if kind == OURS else ("ckv_compile, int8", {"cache_dtype": "int8"})
         for kept in (None, *budgets):
             slots = context + tokens if kept is None else slots_of(kept, context)
-            own = {"kind": kind, "compile": compile, "budget": slots, "max_batch_size": batch} | options
-            yield Contestant("ckv_compile", kind, kept, _HERE, job | own)
+            own = {"kind": OURS, "compile": compile, "budget": slots, "max_batch_size": batch} | options | stored
+            yield Contestant(name, kind, kept, _HERE, job | own)
     elif kind in KVPRESS:
         command, press = command_of("kvpress"), kind.removeprefix("kvpress-")
         for budget in budgets:
