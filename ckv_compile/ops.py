@@ -9,8 +9,8 @@ closes the step for all layers of a group. These three change the tensors of `Ca
 say so; so does `ckv::append_`, which only appends, for a model that attends to a prompt by itself; it takes in the
 queries if it is told them.
 
-Where keys and values have 8 bits, `degree` holds their steps too (see `slots`), and what a query attends to is what the
-slots hold, the newest one among them.
+Where keys and values have 8 bits, `degree` holds their steps too (see `slots`). A single new token is rounded before
+its query attends to it; several attend to each other first, and are rounded when they are stored.
 
 Batch row b of every argument belongs to batch row b of the state; a row that is not active is left as it is. Of several
 new tokens, the first `padding[b]` of a row are skipped. A batch of one new token a row may be of any rows of a larger

@@ -179,7 +179,8 @@ def _contest_cells(row: dict[str, Any]) -> list[str]:
 
 def contestant(row: dict[str, Any]) -> str:
     """The name of a contestant with what it keeps."""
-    return f"{row['name']}, {label(row['kept'])}" if row["kind"] == "ours" or row["kept"] is not None else row["name"]
+    is_ours = row["kind"] in ("ours", "ours-int8")
+    return f"{row['name']}, {label(row['kept'])}" if is_ours or row["kept"] is not None else row["name"]
 
 
 def _spread(found: dict[str, float], unit: float, digits: int) -> str:

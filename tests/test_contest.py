@@ -120,6 +120,7 @@ def test_bench_shows_saves_and_draws_what_was_measured_and_says_what_is_missing(
     for text in (
         "context 150, batch 2",
         "ckv_compile, full cache 2.00 (2.00 - 2.00) - 200.0 (100.0 - 300.0) 10.0",
+        "ckv_compile, int8, full cache 2.00 (2.00 - 2.00) - 200.0 (100.0 - 300.0) 10.0",
         "kvpress, snapkv, 64 slots not installed: make peers",
         "ckv_compile, 64 slots, context 150, batch 2: measure ended its process with code -9",
     ):

@@ -240,6 +240,18 @@ def test_slots_of_8_bits(group: int, dim: int, dtype: torch.dtype) -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("place", [0, 15, 16, 63])
+def test_what_is_no_number_shows_in_the_step_of_its_slot(place: int) -> None:
+    case = in_int8(make_case((7,), capacity=9))
+    case.k[0, 1, 0, place] = float("nan")
+    case.v[0, 0, 0, place] = float("inf")
+    out = case.run()
+    assert case.degree[0, 1, :, 7, 1].isnan().tolist() == [False, True]
+    assert case.degree[0, 1, :, 7, 2].isinf().tolist() == [True, False]
+    assert out[0, :, 0].isnan().all()  # of the queries of either head
+
+
+@needs_kernel
 def test_slots_of_8_bits_are_those_of_the_row_alone_and_refused_in_a_ring() -> None:
     batch = in_int8(make_case((1500, 7, 800), capacity=1600, kv_heads=3, dtype=torch.bfloat16))
     alone = [batch.row(row) for row in range(3)]

@@ -42,7 +42,7 @@ def test_the_oracle_rounds_alike(dtype):
 
 
 def test_zeros_stay_zeros_and_what_is_no_number_shows():
-    x = torch.tensor([[0.0, 0.0], [1.0, float("nan")], [float("inf"), 1.0]])
+    x = torch.tensor([[0.0, 0.0], [1.0, float("nan")], [float("nan"), 1.0], [float("inf"), 1.0]])
     wide = slots.from_int8(*slots.to_int8(x))
     assert wide[0].tolist() == [0.0, 0.0]
     assert wide[1:].isnan().all()

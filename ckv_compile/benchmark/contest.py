@@ -118,9 +118,10 @@ def contest(
                         runner.run()
                         memory.sample()
                         progress(done := done + 1, total)
-            whole = next((each.prefills for each in runners if each.contestant.kind == OURS), [])
+            whole = {each.contestant.kind: each.prefills for each in runners if each.contestant.kept is None}
             rows += [
-                {"context": context, "batch": batch} | runner.row(batch, whole, memory.bandwidth())
+                {"context": context, "batch": batch}
+                | runner.row(batch, whole.get(runner.contestant.kind, []), memory.bandwidth())
                 for runner in runners
             ]
     return {
@@ -209,7 +210,7 @@ class _Runner:
             return row
         low, median, high = statistics.quantiles(self._steps, n=4)
         compression = None
-        if self.contestant.kind in (OURS, INT8) and self.contestant.kept is not None:
+        if self.contestant.kind in (OURS, INT8) and self.contestant.kept is not None and whole:
             compression = statistics.median(own - full for own, full in zip(self.prefills, whole, strict=False))
         return row | {
             "prefill_s": Spread(statistics.median(self.prefills), min(self.prefills), max(self.prefills))._asdict(),

@@ -19,6 +19,7 @@ from ckv_compile.clustering import apart_order, attended
 from ckv_compile.evaluation.methods import Layer, Method, Slots, observed, ours, pick
 from ckv_compile.ops import compress
 from ckv_compile.schedule import Schedule
+from ckv_compile.slots import from_int8, to_int8
 
 Partition = Literal["alternating", "contiguous", "random", "distinct"]
 
@@ -148,6 +149,7 @@ def adaptive(layer: Layer, plans: Sequence[Schedule]) -> list[Slots]:
     generator = torch.Generator()  # which an alternating partition does not ask
     found = []
     for plan in (dataclasses.replace(plan, n_exact=0) for plan in plans):
+        plan.rounds(layer.k.shape[1])  # raises where nothing could merge
         heads = []
         for head in range(len(layer.k)):
             keys, values = layer.k[head : head + 1].float(), layer.v[head : head + 1].float()
@@ -157,7 +159,8 @@ def adaptive(layer: Layer, plans: Sequence[Schedule]) -> list[Slots]:
                 if enough is None:
                     enough = cosine[cosine > -math.inf].mean()
                 least = max(1, int(plan.r_min * plan.mergeable(keys.shape[1])))
-                merges = min(max(least, int((cosine >= enough).sum())), keys.shape[1] - plan.budget)
+                alike = int((cosine >= enough).sum())
+                merges = min(max(least, alike), plan.mergeable(keys.shape[1]), keys.shape[1] - plan.budget)
                 chosen = _best(cosine, partner, merges)
                 keys, values = (_folded(tensor, degree, *chosen) for tensor in (keys, values))
                 degree = _folded(degree[..., None], torch.ones_like(degree), *chosen, mean=False)[..., 0]
@@ -206,11 +209,10 @@ def most_slots(method: str, plan: Schedule) -> int:
 
 
 def int8(layer: Layer, plans: Sequence[Schedule]) -> list[Slots]:
-    """Ours, with keys and values rounded to 8 bits, each by its largest number: about half of the bytes of bfloat16."""
+    """Ours, with what is kept of the prompt rounded to 8 bits, as the product stores it."""
 
     def rounded(tensor: Tensor) -> Tensor:
-        step = tensor.float().abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        return ((tensor.float() / step).round() * step).to(tensor.dtype)
+        return from_int8(*to_int8(tensor)).to(tensor.dtype)
 
     return [Slots(rounded(slots.keys), rounded(slots.values), slots.degree) for slots in ours(layer, plans)]
 

@@ -26,6 +26,7 @@ from ckv_compile.kernels.builds import (
     INTERPRETED,
     POINTERS,
     Build,
+    largest_of,
     launch,
     multiprocessors,
     signature,
@@ -441,7 +442,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         new_slot, writes = (tokens % capacity).to(tl.int32), appends
     if INT8:  # the query attends to what the slot will hold
         new_k, new_v = new_k.to(tl.float32), new_v.to(tl.float32)
-        k_step, v_step = step_of(tl.max(tl.abs(new_k), axis=0)), step_of(tl.max(tl.abs(new_v), axis=0))
+        k_step, v_step = step_of(largest_of(new_k, 0)), step_of(largest_of(new_v, 0))
         new_k, new_v = whole_numbers(new_k, k_step), whole_numbers(new_v, v_step)
     if writes:
         tl.store(keys_ptr + (first_slot + new_slot) * HEAD_DIM + d, new_k.to(keys_ptr.dtype.element_ty), mask=in_d)

@@ -57,6 +57,13 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
 
 
 @triton.jit
+def largest_of(vectors, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest numbers of vectors, NaN of one that holds a NaN, which a maximum would pass over."""
+    broken = tl.sum((vectors != vectors).to(tl.int32), axis=AXIS) > 0
+    return tl.where(broken, float("nan"), tl.max(tl.abs(vectors), axis=AXIS))
+
+
+@triton.jit
 def step_of(largest):  # type: ignore[no-untyped-def]
     """The steps of vectors that are rounded to 8 bits, by their largest numbers: see `slots.to_int8`."""
     step = tl.div_rn(largest, tl.zeros_like(largest) + _LARGEST)

@@ -25,6 +25,7 @@ from ckv_compile.kernels.builds import (
     INTERPRETED,
     POINTERS,
     Build,
+    largest_of,
     launch,
     multiprocessors,
     signature,
@@ -180,10 +181,10 @@ def compact(
     size = _RoundSize.of(capacity, capacity - schedule.budget, dim, schedule)
     if not (keys.is_contiguous() and values.is_contiguous() and degree.is_contiguous()):
         raise ValueError("keys, values and degree must be contiguous: the kernels write to them in place")
-    if degree.shape != (*keys.shape[:4], *stored) or values.dtype != keys.dtype:
+    if (degree.shape, degree.dtype, values.dtype) != ((*keys.shape[:4], *stored), torch.float32, keys.dtype):
         raise ValueError(
-            f"for {keys.dtype} keys, degree must be of {(*keys.shape[:4], *stored)} and values of their dtype, got "
-            f"{tuple(degree.shape)} and {values.dtype}"
+            f"for {keys.dtype} keys, degree must be float32 of {(*keys.shape[:4], *stored)} and values of their dtype, "
+            f"got {degree.dtype} of {tuple(degree.shape)} and {values.dtype}"
         )
     if (fill.dtype, position.dtype, active.dtype) != (torch.int64, torch.int64, torch.bool):
         raise ValueError(f"fill, position must be int64, active bool: {fill.dtype}, {position.dtype}, {active.dtype}")
@@ -706,8 +707,10 @@ def _swap(  # type: ignore[no-untyped-def]
         value_a, value_b = tl.load(values_ptr + at_a, mask=mask), tl.load(values_ptr + at_b, mask=mask)
         degree_a, degree_b = tl.load(degree_ptr + a * stored, mask=in_n), tl.load(degree_ptr + b * stored, mask=in_n)
         if INT8:
-            k_step_a, k_step_b = tl.load(degree_ptr + a * 3 + 1, mask=in_n), tl.load(degree_ptr + b * 3 + 1, mask=in_n)
-            v_step_a, v_step_b = tl.load(degree_ptr + a * 3 + 2, mask=in_n), tl.load(degree_ptr + b * 3 + 2, mask=in_n)
+            k_step_a = tl.load(degree_ptr + a * stored + 1, mask=in_n)
+            k_step_b = tl.load(degree_ptr + b * stored + 1, mask=in_n)
+            v_step_a = tl.load(degree_ptr + a * stored + 2, mask=in_n)
+            v_step_b = tl.load(degree_ptr + b * stored + 2, mask=in_n)
         tl.debug_barrier()  # a slot is loaded before another warp stores to it
         tl.store(keys_ptr + at_a, key_b, mask=mask)
         tl.store(keys_ptr + at_b, key_a, mask=mask)
@@ -766,7 +769,8 @@ def _match_chunk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Match the slots of a chunk. The product of two bfloat16 or float16 numbers is exact, and the sum is float32.
 
-    Cosines do not depend on the steps of keys of 8 bits, whose whole numbers are exact in bfloat16.
+    Cosines do not depend on the steps of keys of 8 bits, whose whole numbers are exact in bfloat16; so what is no
+    number shows in none of them.
 
     The keys are those of `row` of the state, and what is found is that of row `of_batch`.
     """
@@ -1001,7 +1005,7 @@ def _move_tile(  # type: ignore[no-untyped-def]
         left -= tl.sum(found.to(tl.int32))
     merged = tl.div_rn(acc, tl.broadcast_to(total[:, None], [BLOCK, BLOCK_D]))
     if INT8:
-        new_step = step_of(tl.max(tl.abs(merged), axis=1))
+        new_step = step_of(largest_of(merged, 1))
         merged = whole_numbers(merged, new_step[:, None])
 
     # n K / n need not be K: a slot that took part in no merge is stored as it was loaded.

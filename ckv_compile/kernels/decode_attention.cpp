@@ -376,10 +376,10 @@ inline float round_vector(const T* from, int64_t dim, float largest, Int8* to) {
   F top = {};
   for (int64_t d = 0; d < dim; d += W) {
     const F x = load<W>(from + d), size = x < F{} ? -x : x;
-    top = size <= top ? top : size;  // a NaN stays
+    top = (size > top) | (size != size) ? size : top;  // a NaN stays, as nothing is more
   }
   float most = top[0];
-  for (int i = 1; i < W; ++i) most = top[i] <= most ? most : top[i];
+  for (int i = 1; i < W; ++i) most = top[i] > most || top[i] != top[i] ? top[i] : most;
   float step = most / largest;
   step = step < kLeastStep ? kLeastStep : step;
   uint32_t bits;

@@ -19,7 +19,7 @@ from ckv_compile.errors import ConfigError
 from ckv_compile.schedule import Plans
 
 _GROUPS = ("", "light_")
-_PARTS = ("keys", "values", "last_queries", "queries", "degree")  # widest alignment first
+_PARTS = ("keys", "values", "last_queries", "queries", "degree")  # multiples of the head size come before degrees
 _IN_BLOCKS = [group + part for part in _PARTS for group in _GROUPS]
 _ALIGNED = 4  # bytes: a layer's share of a block is a multiple of them, so that it can be seen as float32
 

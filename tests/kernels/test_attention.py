@@ -233,6 +233,15 @@ def test_decode_of_slots_of_8_bits(dim: int, dtype: str, parts: int) -> None:
             assert same_bits(now[b], then[b])
 
 
+@pytest.mark.parametrize("place", [0, 31])
+def test_what_is_no_number_shows_in_the_step_of_its_slot(place: int) -> None:
+    step = in_int8(make_step([7], dim=32))
+    step.k[0, 1, 0, place], step.v[0, 0, 0, place] = float("nan"), float("inf")
+    run_step(step)
+    assert step.degree[0, LAYER, :, 7, 1].isnan().tolist() == [False, True]
+    assert step.degree[0, LAYER, :, 7, 2].isinf().tolist() == [True, False]
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_rows_name_the_rows_of_a_larger_state(parts: int) -> None:
     step = make_step([17, 9, 16, 40], capacity=41)
