@@ -450,7 +450,7 @@ def test_layers_with_and_without_a_window_are_two_groups_of_the_cache():
     canonicalize_attention(graph, layers=3)
     shape = cache_shape(graph)
     assert shape[:4] == (1, 3, 2, 16)
-    assert shape[6:] == (20, 2, 3, 16, ())
+    assert shape[6:] == (20, 2, 3, 16, (), False)
     insert_cached_attention(graph, PLANS)
     targets = [node.target for node in graph.graph.nodes if node.target in (cached_attention, window_attention)]
     assert targets == [window_attention, cached_attention, window_attention]

@@ -451,7 +451,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(degree_ptr + (first_slot + new_slot) * stored + 1, k_step)
             tl.store(degree_ptr + (first_slot + new_slot) * stored + 2, v_step)
         if not RING:
-            tl.store(degree_ptr + (first_slot + new_slot) * stored, 1.0)
+            tl.store(degree_ptr + first_slot * stored + new_slot * stored, 1.0)
             scaled = q.to(tl.float32) * query_scale  # 0 in the rows of the tile behind the group
             _take_into_mean(queries_ptr + row * 2 * HEAD_DIM + d, tl.sum(scaled, axis=0) / group, in_d)
             _take_into_mean(queries_ptr + (row * 2 + 1) * HEAD_DIM + d, tl.sum(scaled * scaled, axis=0) / group, in_d)
@@ -480,13 +480,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         mask = in_n[:, None] if BLOCK_D == HEAD_DIM else in_n[:, None] & in_d[None, :]
         bias, taken = 0.0, in_n
         if not RING:
-            weight = tl.load(degree_ptr + (first_slot + slot + n) * stored, mask=in_n, other=0.0)
+            weight = tl.load(degree_ptr + first_slot * stored + slot * stored + n * stored, mask=in_n, other=0.0)
             bias, taken = tl.log2(weight)[None, :], weight > 0.0
         k = tl.load(keys_ptr + (first_slot + slot) * HEAD_DIM + tile, mask=mask, other=0.0)
         v = tl.load(values_ptr + (first_slot + slot) * HEAD_DIM + tile, mask=mask, other=0.0)
         if INT8:
-            k_steps = tl.load(degree_ptr + (first_slot + slot + n) * stored + 1, mask=in_n, other=0.0)
-            v_steps = tl.load(degree_ptr + (first_slot + slot + n) * stored + 2, mask=in_n, other=0.0)
+            k_steps = tl.load(degree_ptr + (first_slot + slot) * stored + 1 + n * stored, mask=in_n, other=0.0)
+            v_steps = tl.load(degree_ptr + (first_slot + slot) * stored + 2 + n * stored, mask=in_n, other=0.0)
             k = (k.to(tl.float32) * k_steps[:, None]).to(q.dtype)
             v = (v.to(tl.float32) * v_steps[:, None]).to(q.dtype)
         if not RING:
