@@ -250,6 +250,30 @@ def check_windows() -> Iterator[Result]:
             yield verdict(f"window, cap and sinks D={dim}", dtype, max(errors), tolerance)
 
 
+def check_int8() -> Iterator[Result]:
+    """Slots of 8 bits over a compaction, and in a later turn, against the reference."""
+    heads, kv_heads, capacity = 8, 2, SCHEDULE.budget + INTERVAL
+    for dtype, tolerance in (
+        (torch.float32, 1e-2),
+        (torch.bfloat16, 4e-2),
+    ):  # a merged number may be rounded either way
+        for dim in (64,) if DRY else (64, 128):
+            torch.manual_seed(0)
+            shape = CacheShape(1, kv_heads, heads // kv_heads, dim, dtype, DEVICE, int8=True)
+            state, oracle = CacheState.allocate(shape, capacity, 1), CacheRows(SCHEDULE, capacity, int8=True)
+            errors = []
+            for steps in (capacity - 2, 1, 1, 1, 7):
+                q = torch.randn(1, heads, steps, dim, dtype=dtype, device=DEVICE)
+                k, v = (torch.randn(1, kv_heads, steps, dim, dtype=dtype, device=DEVICE) for _ in range(2))
+                plan = dataclasses.astuple(SCHEDULE)
+                out = ops.cached_attention(q, k, v, *state[:8], 0, dim**-0.5, None, 0.0, *plan)
+                ops.compact_(*state[:8], steps, *plan)
+                errors.append(worst(out, oracle.attend(0, *(new.cpu().float() for new in (q, k, v)), dim**-0.5)))
+                oracle.finish_step(steps)
+            compacted = int(state.fill) == SCHEDULE.budget + 8
+            yield verdict(f"slots of 8 bits D={dim}", dtype, max(errors) if compacted else 1.0, tolerance)
+
+
 def verdict(what: str, dtype: torch.dtype, error: float, tolerance: float) -> Result:
     return {"check": what, "dtype": str(dtype)[6:], "error": error, "allowed": tolerance, "ok": error < tolerance}
 
@@ -586,6 +610,7 @@ def main() -> None:
     sections: dict[str, Callable[[], Iterator[Result]]] = {
         "kernels against the reference": check_kernels,
         "windows, score caps and sinks against the reference": check_windows,
+        "slots of 8 bits against the reference": check_int8,
         "recorded step against eager": check_recorded_step,
         "a saved model's compiled step against eager": check_artifact,
         'the backend "ckv" against eager': check_backend,

@@ -66,7 +66,7 @@ def test_the_gpu_check_runs_line_by_line_on_the_cpu(tmp_path):
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     sections = json.loads(file.read_text())["sections"]
-    assert len(sections) == 11
+    assert len(sections) == 12
     assert all(sections.values())
     checks = [row for rows in sections.values() for row in rows if "check" in row]
     assert len(checks) > 8

@@ -32,8 +32,11 @@
 #include <omp.h>
 #endif
 
-#if defined(__F16C__)
+#if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
+#endif
+
+#if defined(__F16C__)
 #define CKV_FLOAT16
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -110,6 +113,17 @@ template <int W>
 inline typename Vec<W>::F load(const Int8* from) {
   typename Vec<W>::B numbers;
   std::memcpy(&numbers, from, sizeof numbers);
+#if defined(__AVX512F__)  // by intrinsics, as GCC 12 widens in two steps
+  if constexpr (W == 16)
+    return (typename Vec<W>::F)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)numbers));
+#endif
+#if defined(__AVX2__)
+  if constexpr (W == 8) {
+    __m128i low = {};
+    std::memcpy(&low, &numbers, sizeof numbers);
+    return (typename Vec<W>::F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low));
+  }
+#endif
   return __builtin_convertvector(__builtin_convertvector(numbers, typename Vec<W>::I), typename Vec<W>::F);
 }
 
