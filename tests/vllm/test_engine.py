@@ -99,10 +99,11 @@ def test_preempted_requests_begin_again(folder: str, prompts: list[Tokens], stoc
     [
         (SMALL, ()),
         (SMALL | {"exact": 0.0}, ()),
+        (SMALL | {"cache_dtype": "int8"}, ()),
         # With prompt 2 `transform` itself has other tokens in float32 than in float64: two slots are worth the same.
         (SMALL | {"budget": 96, "light_layers": [0, 2], "light_share": 0.6}, (2,)),
     ],
-    ids=["exact", "centroids", "light-layers"],
+    ids=["exact", "centroids", "int8", "light-layers"],
 )
 def test_requests_together_have_the_tokens_of_each_alone_and_of_transform(
     folder: str, prompts: list[Tokens], stock: list[Tokens], options: dict[str, Any], tied: tuple[int, ...]
