@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckv_compile.schedule import GroupPlan, Plans, Schedule
 
-EIGHT_BITS = 127
+LARGEST = 127
 """Steps of the largest number of a vector that is rounded to 8 bits."""
 RECENT = 256
 """Tokens over which the means of the queries run."""
@@ -270,7 +270,7 @@ def rounded(row: Row) -> Row:
 
     def vectors(given: Tensor) -> Tensor:
         largest = given.float().abs().amax(dim=-1, keepdim=True)
-        mantissa, exponent = torch.frexp((largest / EIGHT_BITS).clamp_min(torch.finfo(torch.float32).tiny))
+        mantissa, exponent = torch.frexp((largest / LARGEST).clamp_min(torch.finfo(torch.float32).tiny))
         step = torch.ldexp((mantissa * 2**16).ceil() / 2**16, exponent)
         return (step * (given.float() / step).round()).to(given.dtype)
 

@@ -9,10 +9,10 @@ it is rounded again.
 import torch
 from torch import Tensor
 
+from ckv_compile.reference import LARGEST
+
 STORED = 3
 """Numbers of float32 that a slot of 8 bits has in `degree`."""
-LARGEST = 127
-"""Steps of the largest number of a vector."""
 _LOW_BITS = 0xFF  # of a float32 of 24 significant bits, of which 16 stay
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckv_compile import slots
-from ckv_compile.reference import Row, rounded
+from ckv_compile.reference import LARGEST, Row, rounded
 
 
 def vectors(seed, dtype=torch.float32):
@@ -19,10 +19,10 @@ def vectors(seed, dtype=torch.float32):
 def test_a_number_is_off_by_half_a_step_at_most_and_the_largest_hardly(seed):
     x = vectors(seed)
     numbers, step = slots.to_int8(x)
-    assert numbers.abs().amax(dim=-1).eq(slots.LARGEST).all()
+    assert numbers.abs().amax(dim=-1).eq(LARGEST).all()
     wide = slots.from_int8(numbers, step)
     assert ((wide - x).abs() <= step[:, None] / 2 * (1 + 1e-6)).all()
-    assert (step * slots.LARGEST / x.abs().amax(dim=-1) - 1).abs().max() < 2**-14
+    assert (step * LARGEST / x.abs().amax(dim=-1) - 1).abs().max() < 2**-14
 
 
 @given(seed=st.integers(0, 2**31))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ckv_compile.slots import LARGEST
+from ckv_compile.reference import LARGEST
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Under the interpreter tl.dot multiplies bfloat16 as if it were uint16, so kernels widen its operands first."""

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from ckv_compile.reference import LAST, RECENT
-from ckv_compile.slots import LARGEST, STORED
+from ckv_compile.reference import LARGEST, LAST, RECENT
+from ckv_compile.slots import STORED
 
 _log = logging.getLogger(__name__)
 
