@@ -98,9 +98,10 @@ def test_preempted_requests_begin_again(folder: str, prompts: list[Tokens], stoc
     ("options", "tied"),
     [
         (SMALL, ()),
-        (SMALL | {"exact": 0.0}, ()),
+        # With the prompts named here `transform` itself has other tokens in float32 than in float64, or on another
+        # machine: two merges, or two slots, are worth the same.
+        (SMALL | {"exact": 0.0}, (1,)),
         (SMALL | {"cache_dtype": "int8"}, ()),
-        # With prompt 2 `transform` itself has other tokens in float32 than in float64: two slots are worth the same.
         (SMALL | {"budget": 96, "light_layers": [0, 2], "light_share": 0.6}, (2,)),
     ],
     ids=["exact", "centroids", "int8", "light-layers"],
